@@ -34,7 +34,7 @@ SOME_ON_ACCELERATOR := \
 		backward_after_one_that_raised all_gather_that_fails) \
 	$(call of,engine/test_collectives,two_losses_on_one_graph) \
 	$(call of,engine/test_offload,parity parity_on_two_axes mixed_precision gradients_are_added optimizer_in_a_hook \
-		last_backward_at_the_end some_units_offload) \
+		last_backward_at_the_end some_units_offload a_fraction) \
 	$(call of,engine/test_hsdp,interleavings microbatches_add_up_in_the_reduce_dtype) \
 	$(call of,optim/test_step_overlap,order same_bits writes_after_the_step \
 		wrapper gradients_land_in_inference_mode) \

@@ -254,3 +254,7 @@ class SimulatedLane:
                 work.wait()
             finish()
             return self._stream.record_event()
+
+    def synchronize(self) -> None:
+        """See ``fullshard.memory.DeviceCommStream.synchronize``."""
+        self._stream.synchronize()

@@ -42,6 +42,7 @@ __all__ = [
     "host_buffer",
     "input_on",
     "make_comm_stream",
+    "on_storage",
     "own_storage",
     "poison",
     "refill_storage",
@@ -147,6 +148,15 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     """
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, stride)
+
+
+def on_storage(
+    tensor: torch.Tensor, dtype: torch.dtype, begin: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Make a tensor of ``dtype`` on the storage of ``tensor``; ``begin`` in bytes of it, see [Note: Alias tensors]."""
+    made = torch.empty(0, dtype=dtype, device=tensor.device)
+    with torch.inference_mode(False), torch.no_grad():
+        return made.set_(tensor.untyped_storage(), begin // dtype.itemsize, tuple(shape), tuple(stride))
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,12 @@ class CPUOffloadPolicy(OffloadPolicy):
     Args:
         pin_memory: Pin (page-lock) the CPU memory, so that copies to and from the device overlap with computation.
             Pinned memory cannot be swapped out. No effect without an accelerator.
+        fraction: Share of the bytes of each unit to offload, from 0 to 1: its largest parameters, as far as they do not
+            exceed it. The others, with their gradients and optimizer state, stay on the device. The same on all ranks.
+
+    Raises:
+        TypeError: If ``fraction`` is not a number.
+        ValueError: If ``fraction`` is not between 0 and 1.
 
     Example:
         ```python
@@ -96,6 +102,13 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)):
+            raise TypeError(f"CPUOffloadPolicy: fraction: expected a number, found {self.fraction!r}")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"CPUOffloadPolicy: fraction: expected a number from 0 to 1, found {self.fraction!r}")
 
 
 @dataclass(frozen=True)
@@ -398,7 +411,8 @@ class MixedPrecision:
 class CPUOffload:
     """CPU offloading of a ``FullyShardedDataParallel``.
 
-    Gradients of several backwards accumulate in CPU memory.
+    Gradients of several backwards accumulate in CPU memory. All parameters of a unit are offloaded, or none, because a
+    flat parameter is on one device; ``fullshard.optim.offload`` offloads a fraction of the optimizer state instead.
 
     Args:
         offload_params: Keep shards, their gradients, and thereby the optimizer state, in CPU memory.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,14 +22,17 @@ from torch import nn
 import fullshard
 import fullshard.optim
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory
+from fullshard.activation_checkpoint import offload_activations
 from fullshard.checkpoint.state import snapshot
 from fullshard.comm import NcclTransport
 from fullshard.comm import collective as collectives
 from fullshard.engine import runtime as runtime
+from fullshard.engine.activation_offload import Activation, ForwardActivations
 from fullshard.engine.buckets.base import Bucket
 from fullshard.engine.reduction import grad_reduction as reduction
 from fullshard.engine.reduction import queue as reductions
 from fullshard.memory import DeviceCommStream, Work
+from fullshard.optim.offload import _Part
 from ranks import Rank
 
 DIM = 32
@@ -96,6 +100,26 @@ def replicas(rank: Rank) -> Values:
 def offloaded(rank: Rank) -> Values:
     """Two steps with shards in CPU memory."""
     return _train(_sharded(rank, offload_policy=CPUOffloadPolicy()), rank)
+
+
+def activations(rank: Rank) -> Values:
+    """Two steps with activations in CPU memory."""
+    model = _sharded(rank)
+    offload_activations(model, min_bytes=1)
+    return _train(model, rank)
+
+
+def state_offloaded(rank: Rank) -> Values:
+    """Three steps with optimizer state in CPU memory, in parts of one unit, which is read after them."""
+    model = _sharded(rank)
+    optimizer = fullshard.optim.offload(torch.optim.AdamW(model.parameters(), lr=0.01))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[_Part.__module__], "PART_BYTES", 1)
+        for _ in range(3):
+            model(torch.ones(4, DIM)).square().mean().backward()
+            optimizer.step()
+    state = [entry.to_local() for own in optimizer.state.values() for entry in own.values() if entry.dim()]
+    return [*(each.clone() for each in state), *_values(model)]
 
 
 def written_after_evaluation(rank: Rank) -> Values:
@@ -431,6 +455,41 @@ def _scaled_too_early(self: Any) -> None:
     [work.wait() for work in self._works]
 
 
+def _never_waited(work: Any) -> None:
+    if work is not None:  # else it would be waited for as it is dropped
+        work._waited = True
+
+
+def _left_without_waiting(self: ForwardActivations) -> None:
+    _never_waited(self._copies)
+    self._copies = None
+    _free_device_memory(self)
+
+
+_free_device_memory = ForwardActivations.free_device_memory
+
+
+def _used_without_waiting(self: Activation) -> torch.Tensor:
+    if self.memory is None or self.memory[1] is None:
+        self.forward.fetch()
+    _never_waited(self.returning)
+    self.returning = None
+    return _on_device(self)
+
+
+_on_device = Activation.on_device
+
+
+def _state_used_without_waiting(self: _Part) -> None:
+    if not self.leaving:
+        _never_waited(self.work)
+        self.work = None
+    _finish(self)
+
+
+_finish = _Part.finish
+
+
 def _leaving_dropped(self: Any) -> None:
     _finalize(self)
     self._leaving = []
@@ -507,6 +566,18 @@ FAULTS: dict[str, Fault] = {
     ),
     "a checkpoint is written before its copies are there": Fault(
         replace(snapshot, "stream_waiter", lambda device: lambda: None), saved
+    ),
+    "activations are freed while they leave": Fault(
+        replace(ForwardActivations, "free_device_memory", _left_without_waiting), activations
+    ),
+    "activations are used before they are back": Fault(
+        replace(Activation, "on_device", _used_without_waiting), activations
+    ),
+    "optimizer state is used before it is there": Fault(
+        replace(_Part, "finish", _state_used_without_waiting), state_offloaded
+    ),
+    "optimizer state is read before it is back": Fault(
+        replace(DeviceCommStream, "synchronize", lambda self: None), state_offloaded
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -173,6 +174,30 @@ def test_peak_device_memory(rank: Rank) -> None:
     # Two gathered, one shard on its way each (a quarter), two layers' gradients, rows of two on their way back.
     assert above < 5.5 * layer
     assert left == 0
+
+
+@on_device(1, fresh=True)
+def test_a_fraction_of_the_state(rank: Rank) -> None:
+    """The device keeps the rest, in bytes: one of two equal layers of each unit is offloaded."""
+    width, held = 256, []
+    layer = (2 * width * width + 2 * width) * 4 // 4  # bytes of a unit's shards on one of 4 ranks
+    with fake_mesh(rank, 4) as mesh:
+        for fraction in (0.0, 0.5, 1.0):
+            with torch.device("cpu"):
+                model = nn.Sequential(*(nn.Sequential(*(nn.Linear(width, width) for _ in range(2))) for _ in range(3)))
+            gc.collect()  # what is left of the model before
+            before = torch.get_device_module(rank.device).memory_allocated()
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(fraction=fraction))
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(batch(0, rank.device, width)).sum().backward()
+            optimizer.step()
+            model.reshard()
+            held.append(torch.get_device_module(rank.device).memory_allocated() - before)
+            del model, module, optimizer
+    # Shards, gradients and two tensors of state; the allocator rounds biases up to 512 bytes.
+    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.03)
+    assert held[0] > 4 * 3 * layer and held[2] <= 4096
 
 
 # ---------------------------------------------------------------- how it gets there

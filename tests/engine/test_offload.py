@@ -5,6 +5,7 @@ tests/devices has what only an accelerator shows, such as pinned memory and the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -24,9 +25,11 @@ from front_ends import (
     build,
     sharded_with_reference,
 )
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
+from fullshard.activation_checkpoint import offload_activations
 from fullshard.comm import record
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.settings import UnitPolicy
 from models import Branch, LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -235,3 +238,63 @@ def test_some_units_offload(rank: Rank) -> None:
         assert [unit_of(m).policy.offloads for m in (*model.blocks, model)] == [True, False, True]
         train(model, reference, rank)
         model = copy.deepcopy(model)
+
+
+@on_ranks(2)
+def test_a_fraction(rank: Rank) -> None:
+    """Half of the bytes of each unit: losses and clipped steps are bitwise those without, with the same collectives.
+
+    Ten steps of two microbatches. The largest parameters that fit are offloaded, the same on all ranks, also in a copy
+    and after a change of dtype; 0 offloads nothing and 1 everything.
+    """
+    results = []
+    for fraction in (None, 0.5):
+        kind = OffloadPolicy() if fraction is None else CPUOffloadPolicy(fraction=fraction)
+        model = COMPOSABLE.wrap(build(small), rank, mp_policy=BF16_FP32, offload_policy=kind)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        with record() as seen:
+            for step in range(20):
+                model.set_requires_gradient_sync(step % 2 == 1)
+                loss = square_loss(step)(model, rank.rank)
+                loss.backward()
+                losses.append(loss.detach().cpu())
+                if step % 2:
+                    losses.append(clip_grad_norm_(model.parameters(), 0.1).detach().cpu())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append((losses, sorted({(c.kind, c.dtype) for c in seen}), len({c.unit for c in seen})))
+    assert_equal(results[1][0], results[0][0], "losses and norms")
+    assert results[1][1:] == results[0][1:]
+    for each in (model, copy.deepcopy(model), model.to(torch.float64)):
+        for unit in nested_units(each):
+            sizes = [parameter.shape.numel for parameter in unit.parameters]
+            assert [parameter.offloaded for parameter in unit.parameters] == UnitPolicy(
+                offload=CPUOffloadPolicy(fraction=0.5)
+            ).offloaded(sizes)
+            for parameter in unit.parameters:
+                on_host = parameter.offloaded or rank.device.type == "cpu"
+                assert (parameter.sharded.device.type == "cpu") == on_host
+
+
+def test_choice_of_a_fraction() -> None:
+    """The largest that fit, then smaller ones; a fraction out of range is refused."""
+    for fraction, chosen in ((0.0, ""), (0.5, "b"), (0.7, "bcd"), (0.9, "bac"), (1.0, "abcd")):
+        found = UnitPolicy(offload=CPUOffloadPolicy(fraction=fraction)).offloaded([30, 50, 10, 10])
+        assert sorted(name for name, is_chosen in zip("abcd", found, strict=True) if is_chosen) == sorted(chosen)
+    assert UnitPolicy().offloaded([1, 2]) == [False, False]
+    for wrong in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="fraction: expected a number from 0 to 1"):
+            CPUOffloadPolicy(fraction=wrong)
+    for other in (True, "1", None):
+        with pytest.raises(TypeError, match="fraction: expected a number"):
+            CPUOffloadPolicy(fraction=other)
+
+
+@on_ranks(1)
+def test_activations_on_the_cpu(rank: Rank) -> None:
+    """One warning says that they are in CPU memory already, and nothing changes; tests/devices has accelerators."""
+    model, reference = offloaded(rank)
+    on_cpu = pytest.warns(UserWarning, match="offload_activations has no effect on the CPU")
+    with on_cpu if rank.device.type == "cpu" else contextlib.nullcontext():
+        offload_activations(model, min_bytes=0)
+    train(model, reference, rank)

@@ -103,8 +103,8 @@ def fully_shard(
         shard_placement_fn: Called with each parameter. It returns ``Shard(dim)`` to shard that dim, evenly or not, a
             ``ShardPlacementResult`` to shard over another mesh (experts), or None for ``Shard(0)`` on ``mesh``.
         mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in CPU memory. None: no
-            offloading.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state, or a fraction of them, in
+            CPU memory. None: no offloading.
         ignored_params: Parameters that are not sharded, moved or reduced.
         dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from fullshard.engine import hooks
+from fullshard.engine.activation_offload import OffloadedForwards
 from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.optimizer_overlap import OptimizerOverlap
@@ -55,6 +56,7 @@ class Runtime:
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
     overlap: OptimizerOverlap
+    activations: OffloadedForwards
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
@@ -70,6 +72,7 @@ class Runtime:
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
         self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
         self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
+        self.activations = OffloadedForwards(self._units)
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self._backward, self._graphs, self._unshard_after = None, [], None
 
@@ -99,6 +102,8 @@ class Runtime:
                 if torch.is_grad_enabled():
                     args, kwargs = unit.register_post_backward(_BackwardOf(unit, self._reads.graph), args, kwargs)
             args, kwargs = unit.cast_inputs(args, kwargs)
+            if unit.settings.activation_offload is not None:  # last: an exception before would leave its hooks in force
+                self.activations.begin(unit, unit.open_forwards[-1], self.comm_streams.host_copies)
         except BaseException:
             self.abort_forward(unit)
             raise
@@ -108,6 +113,7 @@ class Runtime:
         """After ``module`` has computed: cast and watch the outputs, and reshard the unit as its settings say."""
         forward, has_backward = unit.open_forwards[-1], False
         try:
+            self.activations.end(forward)
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
                 events = _BackwardOf(unit, self._reads.graph)
@@ -125,6 +131,7 @@ class Runtime:
         """The forward raised: leave a state from which the next one starts clean."""
         forward = unit.open_forwards.pop()
         try:
+            self.activations.end(forward, failed=True)
             if not unit.open_forwards:
                 unit.modules_run.clear()
                 unit.phase = forward.resumes
@@ -143,6 +150,7 @@ class Runtime:
             self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
+            self.activations.begin_forward()
             self._reads.begin_forward()
             self._unshard_after = None  # a forward that raised may have left one
             if self._root_runs:
@@ -204,6 +212,7 @@ class Runtime:
         self.prefetcher.used(unit)
         with profiled("wait_for_all_gather", (unit.name,)):
             unit.wait_for_unshard()
+        self.activations.forget_parameters()
 
     def begin_unshard(self, units: list[Unit]) -> None:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
@@ -222,6 +231,7 @@ class Runtime:
             raise
         for _, bucket, _ in begun:
             bucket.issued(work)
+        self.activations.forget_parameters()
 
     def _prefetch(self, launches: Iterable[list[Unit]]) -> None:
         for units in launches:
@@ -353,6 +363,7 @@ class Runtime:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
         creates_graph, self._backward, self._graphs = self.creates_graph, None, []
         self.prefetcher.passed_by.clear()
+        self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
         if not self.is_last_backward:
             self._reductions.accumulate_offloaded()
@@ -371,6 +382,7 @@ class Runtime:
     def reshard_and_reduce(self, unit: Unit) -> None:
         """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
         unit.end_calls()
+        self.activations.backward_ended(unit)
         self._reshard_after_backward(unit)  # before memory for the reduction is taken
         if unit.settings.requires_gradient_sync:
             self.reduce(unit)
@@ -427,6 +439,7 @@ class Runtime:
                 if other.phase is Phase.FORWARD:
                     other.open_forwards[0].inner_backward = InnerBackward.RUNS
         self.prefetcher.backward_began(unit)
+        self.activations.backward_began(unit)
         self._prefetch(self.prefetcher.next_in_backward(unit))
 
     def _finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
@@ -585,6 +598,7 @@ class Runtime:
         self.prefetcher.ended.clear()
         self.prefetcher.passed_by.clear()
         self.prefetcher.clear()
+        self.activations.drop()
         self._reads.end_forward()
 
     def _release_host_memory(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from fullshard.engine.reduction.grad_reduction import ReductionTerms
 from fullshard.memory import CommStream, Event, Stream, make_comm_stream
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+__all__ = ["ActivationOffload", "CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
 
 
 class UnitPolicy(NamedTuple):
@@ -31,33 +31,48 @@ class UnitPolicy(NamedTuple):
     offload_gradients: bool = False
     keep_reduced: bool = False  # sharded gradients stay in the reduce dtype
 
-    def storage(self, dtype: torch.dtype) -> Storage:
-        """Dtypes and devices of a bucket of parameters of ``dtype``."""
+    def storage(self, dtype: torch.dtype, *, offload: bool) -> Storage:
+        """Dtypes and devices of a bucket of parameters of ``dtype``, whose shards are in CPU memory if ``offload``."""
         param = reduce = dtype
         # Integers have no precision to choose; one-byte floats are packed data with scales of their own.
         if dtype.is_floating_point and dtype.itemsize > 1:
             param = self.precision.param_dtype or dtype
             reduce = self.precision.reduce_dtype or param
         pin = self.offload.pin_memory if isinstance(self.offload, CPUOffloadPolicy) else self.offload_gradients
-        return Storage(param, reduce, self.offloads, pin, self.offload_gradients, self.keep_reduced)
+        return Storage(param, reduce, offload, pin, self.offload_gradients, self.keep_reduced)
 
     @property
     def offloads(self) -> bool:
-        """True if shards are kept in CPU memory."""
+        """True if shards, or some of them, are kept in CPU memory."""
         return isinstance(self.offload, CPUOffloadPolicy)
+
+    def offloaded(self, sizes: Sequence[int]) -> list[bool]:
+        """Choose the parameters whose shards are kept in CPU memory: the largest that fit into the fraction of a unit.
+
+        Args:
+            sizes: Bytes of each parameter of the unit when unsharded.
+        """
+        chosen, room = [False] * len(sizes), 0.0
+        if isinstance(self.offload, CPUOffloadPolicy):
+            room = self.offload.fraction * sum(sizes)
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            chosen[index] = self.offloads and sizes[index] <= room
+            room -= sizes[index] if chosen[index] else 0
+        return chosen
 
 
 class CommStreams(NamedTuple):
-    """The streams on which the collectives of a root run."""
+    """The streams on which the collectives and copies of a root run."""
 
     all_gather: CommStream
     reduce_scatter: CommStream
     all_reduce: CommStream
+    host_copies: CommStream  # of activations, see [Note: Offloaded activations]
 
     @classmethod
     def on(cls, device: torch.device) -> CommStreams:
         """New streams on ``device``."""
-        return cls(*(make_comm_stream(device, priority=-1) for _ in range(3)))
+        return cls(*(make_comm_stream(device, priority=-1) for _ in range(4)))
 
 
 @dataclass(slots=True)
@@ -109,6 +124,14 @@ class CollectiveSettings:
     quantization: MeshQuantization | None = None  # not together with those, nor with a communication hook
 
 
+class ActivationOffload(NamedTuple):
+    """Which activations of a unit are in host memory between forward and backward."""
+
+    fraction: float  # of their bytes
+    min_bytes: int  # those in smaller memory stay on the device
+    pin_memory: bool
+
+
 @dataclass(slots=True)
 class UnitSettings:
     """Choices that may change between steps."""
@@ -128,6 +151,7 @@ class UnitSettings:
     comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport
     comm_streams: CommStreams | None = None  # shared with other roots; None: the root's runtime makes its own
     post_optim_event: Event | None = None  # for the next forward of the root only
+    activation_offload: ActivationOffload | None = None
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
         """``mesh`` with the transports that the user's choices call for. A single rank needs none but its own."""

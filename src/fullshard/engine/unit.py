@@ -76,8 +76,9 @@ class Unit:
         self.open_forwards, self.calls, self.modules_run = [], [], {}
         self.awaits_backward, self.user_unshards = False, 0
         self.parameters, self.buckets = list(parameters), []
-        for parameter in self.parameters:
-            parameter.unit = self.ref
+        sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]
+        for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
+            parameter.unit, parameter.offloaded = self.ref, offloaded
         self.build_buckets()
 
     @property
@@ -166,7 +167,7 @@ class Unit:
 
     def _bucket(self, parameters: list[ShardedParameter]) -> Bucket:
         mesh = self.settings.communicating(parameters[0].placement.mesh)
-        storage = self.policy.storage(value_of(parameters[0].sharded).dtype)
+        storage = self.policy.storage(value_of(parameters[0].sharded).dtype, offload=parameters[0].offloaded)
         return self.policy.form.bucket(parameters, mesh, storage, self.policy.precision)
 
     @property
@@ -216,9 +217,9 @@ class Unit:
             if parameter.is_registered():
                 continue
             value, local = value_of(parameter.accept_replacement()), parameter.local
-            if self.policy.offloads and value.device.type not in ("cpu", "meta"):
+            if parameter.offloaded and value.device.type not in ("cpu", "meta"):
                 raise FullshardError(
-                    f"{parameter.describe()} was moved to {value.device}, but its unit offloads parameters to the CPU "
+                    f"{parameter.describe()} was moved to {value.device}, but its unit offloads it to the CPU "
                     "(CPUOffloadPolicy); keep the module, and tensors that are loaded into it, on the CPU"
                 )
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)

@@ -1,7 +1,7 @@
 """Optimizers and gradient norms for sharded parameters.
 
-Known optimizers step plain local tensors, others after ``localize``, and ``overlap`` overlaps such a step with
-communication.
+Known optimizers step plain local tensors, others after ``localize``; ``overlap`` overlaps such a step with
+communication, and ``offload`` keeps the state in CPU memory.
 ``Muon`` and other subclasses of ``MatrixOptimizer`` update whole matrices. ``clip_grad_norm_`` and ``get_total_norm``
 compute norms over all ranks.
 """
@@ -13,6 +13,7 @@ from fullshard.optim.muon.muon import orthogonalize as orthogonalize
 from fullshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
 from fullshard.optim.norms import clip_grads_with_norm_ as clip_grads_with_norm_
 from fullshard.optim.norms import get_total_norm as get_total_norm
+from fullshard.optim.offload import offload as offload
 from fullshard.optim.overlap import overlap as overlap
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "localize",
+    "offload",
     "orthogonalize",
     "overlap",
 ]

@@ -32,6 +32,7 @@ class BucketKey(NamedTuple):
     mesh: ShardMesh
     dtype: torch.dtype
     on_meta: bool
+    offloaded: bool
     group: object
 
 
@@ -59,7 +60,8 @@ class ShardingFormat:
         """The key of the bucket: parameters with equal ones share it."""
         value = value_of(parameter.sharded)
         apart = self._kept_apart(parameter, value)
-        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", apart)
+        mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
+        return BucketKey(mesh, value.dtype, on_meta, parameter.offloaded, apart)
 
     def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         return has_all_gather_hooks(value, parameter.fqn)

@@ -104,6 +104,7 @@ class ShardedParameter:
     placement: ParameterPlacement
     shape: ParameterShape  # of the unsharded parameter, without its own tensor parallelism
     unit: weakref.ref[Any]  # that owns the parameter; opaque here
+    offloaded: bool  # its shard is in CPU memory, wherever it is computed with
     on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
     attributes: dict[str, Any]  # that users have set on the parameter object
     unreduced_grad: torch.Tensor | None  # the gradient of ``unsharded`` that is still to be reduced
@@ -119,7 +120,7 @@ class ShardedParameter:
     ) -> None:
         self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
-        self.pending_owners, self.on_gradient = (), None
+        self.pending_owners, self.on_gradient, self.offloaded = (), None, False
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
         mark(self.sharded, self)

@@ -6,7 +6,7 @@ hooks and closures see the user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -31,6 +31,13 @@ class StepSchedule(Protocol):
         """Yield all local tensors, each once; communication is issued and waited for in between."""
 
 
+class DividedStep(Protocol):
+    """Divides a part of a step into several, around each of which it moves state."""
+
+    def divide(self, tensors: Sequence[LocalTensor], state: Any) -> Iterable[Sequence[LocalTensor]]:
+        """Yield all local tensors, each once, while ``state`` of theirs is where they are."""
+
+
 class LocalStep:
     """The local tensors of an optimizer, and how it steps them.
 
@@ -41,6 +48,7 @@ class LocalStep:
     schedule: StepSchedule | None  # None: all at once
     stand_in: torch.optim.Optimizer | None  # that torch's own step is called with, see [Note: Local steps]
     is_running: bool
+    offload: DividedStep | None  # None: state stays on the device
     _inner: Callable[..., Any]
     _plan: StepPlan | None
     _flats: FlatStates
@@ -48,6 +56,7 @@ class LocalStep:
     def __init__(self, inner: Callable[..., Any]) -> None:
         self._inner, self.schedule, self._plan, self._flats = inner, None, None, FlatStates()
         self.stand_in, self.is_running = None, False
+        self.offload = None
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +70,7 @@ class LocalStep:
         options = [dict(group) for group in optimizer.param_groups]
         self.is_running = True
         try:
-            for part in (plan.tensors,) if schedule is None else schedule.steps(plan.tensors):
+            for part in self._parts(plan):
                 with profiled("optimizer"):
                     written = self._step_tensors(optimizer, part, options, *args, **kwargs)
                 for group, values in written:
@@ -69,6 +78,14 @@ class LocalStep:
         finally:
             self.is_running = False
             plan.finish(optimizer)
+
+    def _parts(self, plan: StepPlan) -> Iterator[Sequence[LocalTensor]]:
+        """Yield the local tensors in the parts that are stepped one after another."""
+        for part in (plan.tensors,) if self.schedule is None else self.schedule.steps(plan.tensors):
+            if self.offload is None:
+                yield part
+            else:
+                yield from self.offload.divide(part, plan.local_state)
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> StepPlan:
         """Return the plan of this step, with the gradients set."""

@@ -1,0 +1,217 @@
+"""``fullshard.optim.offload`` beside an accelerator: the bits of a step on the device, and state in host memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_device import fake_mesh, on_device, peak_above
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard.optim import localize, offload, overlap
+from fullshard.wrap import ModuleWrapPolicy
+from ranks import Rank
+
+WIDTH, LAYERS = 32, 4
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def sharded(rank: Rank, width: int = WIDTH, **options: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    for module in (*model, model):
+        fully_shard(module, **{"mesh": rank.mesh, **options})
+    return model
+
+
+def wrapped(rank: Rank, flat: bool) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(rank.device)
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, device_mesh=rank.mesh, auto_wrap_policy=policy, use_orig_params=not flat)
+
+
+def batch(rank: Rank, step: int) -> torch.Tensor:
+    made = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank.rank), device="cpu")
+    return made.to(rank.device)
+
+
+def train(rank: Rank, model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> list[torch.Tensor]:
+    losses = []
+    for step in range(first, first + steps):
+        for last in (False, True):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+            loss = model(batch(rank, 2 * step + last)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def state_of(optimizer: Any) -> list[torch.Tensor]:
+    """All elementwise state, this rank's parts of it."""
+    entries = (entry for own in optimizer.state.values() for entry in own.values())
+    tensors = (entry for entry in entries if isinstance(entry, torch.Tensor) and entry.dim())
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+@on_device(2)
+def test_losses_and_state_are_the_same_bit_for_bit(rank: Rank) -> None:
+    """Of ten or three steps: Adam and SGD, mixed precision, half of the state, overlap, wrappers, in many parts."""
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["fullshard.optim.offload"], "PART_BYTES", 1)
+        for make, options, fraction, overlaps, steps in (
+            (adam, {}, 1.0, False, 10),
+            (partial(adam, amsgrad=True, foreach=True), {"mp_policy": BF16}, 0.5, False, 10),
+            (partial(torch.optim.SGD, lr=1e-2, momentum=0.9), {}, 1.0, True, 3),
+            (adam, {"flat": True}, 1.0, False, 3),
+            (adam, {"flat": False}, 1.0, False, 3),
+        ):
+            results = []
+            for share in (0.0, fraction):
+                model = wrapped(rank, **options) if "flat" in options else sharded(rank, **options)
+                optimizer = localize(make(model.parameters()))
+                if overlaps:
+                    overlap(optimizer, model)
+                if share:
+                    offload(optimizer, share)
+                losses = train(rank, model, optimizer, steps)
+                results.append((losses, [each.cpu() for each in state_of(optimizer)]))
+                on_host = sum(each.nbytes for each in state_of(optimizer) if each.device.type == "cpu")
+                assert on_host == share * sum(each.nbytes for each in state_of(optimizer))
+                assert all(each.is_pinned() for each in state_of(optimizer) if each.device.type == "cpu")
+            for ours, theirs in zip(results[1], results[0], strict=True):
+                assert all(map(torch.equal, ours, theirs))
+
+
+@on_device(2)
+def test_state_that_is_loaded_saved_and_moved(rank: Rank) -> None:
+    """Loaded state goes to the host, a copy needs a call of its own, and a fraction of 0 brings everything back."""
+    model = sharded(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(rank, model, optimizer, 1)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    expected = train(rank, model, optimizer, 3, first=1)
+
+    model = sharded(rank)
+    model.load_state_dict(weights)
+    optimizer = offload(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer.load_state_dict(state)
+    assert {each.device.type for each in state_of(optimizer)} == {"cpu"}
+    losses = train(rank, model, optimizer, 1, first=1)
+    offload(optimizer, 0.5)
+    losses += train(rank, model, optimizer, 1, first=2)
+    offload(optimizer, 0)
+    assert {each.device.type for each in state_of(optimizer)} == {rank.device.type}
+    losses += train(rank, model, optimizer, 1, first=3)
+    assert all(map(torch.equal, losses, expected))
+
+
+@on_device(1)
+def test_a_step_that_raises(rank: Rank) -> None:
+    """State is complete and right wherever it is then, and the next step goes on with it."""
+
+    class Fails(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails and any(group["params"] for group in self.param_groups):
+                raise ValueError("stop")
+            return super().step()
+
+    results = []
+    for share in (0.0, 1.0):
+        model = sharded(rank)
+        optimizer = offload(localize(Fails(model.parameters(), lr=0.1, momentum=0.9), elementwise=True), share)
+        train(rank, model, optimizer, 1)
+        optimizer.fails = True
+        with pytest.raises(ValueError, match="stop"):
+            train(rank, model, optimizer, 1, first=1)
+        optimizer.fails = False
+        train(rank, model, optimizer, 1, first=2)
+        results.append([each.cpu() for each in state_of(optimizer)])
+    assert all(map(torch.equal, *results))
+
+
+@on_device(1, fresh=True)
+def test_bytes_on_the_device(rank: Rank) -> None:
+    """After a step the device has lost exactly the state that is offloaded; during it, three parts of it are there."""
+    held, peaks = {}, {}
+    with fake_mesh(rank, 4) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["fullshard.optim.offload"], "PART_BYTES", 1)
+        for share in (0.0, 0.5, 1.0):
+            model = sharded(rank, 256, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+            offload(optimizer, share)
+            memory = torch.get_device_module(rank.device)
+            before = memory.memory_allocated()
+            model(torch.ones(8, 256, device=rank.device)).sum().backward()
+            optimizer.step()
+            peaks[share], _ = peak_above(rank.device, optimizer.step)
+            optimizer.zero_grad()
+            held[share] = memory.memory_allocated() - before
+            state = sum(each.nbytes for each in state_of(optimizer))
+            del model, optimizer
+    assert held[0.0] - held[1.0] == pytest.approx(state, rel=0.02)  # the allocator rounds small biases up
+    assert held[0.0] - held[0.5] == pytest.approx(state / 2, rel=0.02)
+    assert peaks[1.0] - peaks[0.0] <= 1.02 * 3 * state / LAYERS
+
+
+@on_device(1)
+def test_what_is_refused(rank: Rank) -> None:
+    """Arguments out of range, optimizers that are not elementwise, and state that is on the host anyway: a warning."""
+    model = sharded(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong, error, text in (
+        ({"fraction": 2}, ValueError, "from 0 to 1, found 2"),
+        ({"fraction": None}, TypeError, "expected a number"),
+        ({"pin_memory": 1}, TypeError, "True or False"),
+    ):
+        with pytest.raises(error, match=text):
+            offload(optimizer, **wrong)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        offload(model)
+    with (
+        pytest.raises(ValueError, match="expected an elementwise optimizer, found LBFGS"),
+        pytest.warns(UserWarning, match="LBFGS"),
+    ):
+        offload(torch.optim.LBFGS(model.parameters()))
+    on_host = sharded(rank, offload_policy=CPUOffloadPolicy())
+    with pytest.warns(UserWarning, match="no effect: all parameters"):
+        optimizer = offload(torch.optim.AdamW(on_host.parameters()))
+    train(rank, on_host, optimizer, 1)
+
+
+@on_device(2)
+def test_checkpoints(rank: Rank) -> None:
+    """A save reads state in host memory, and a load writes it; training continues bit for bit."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    paths = [tempfile.mkdtemp() if rank.rank == 0 else None]
+    dist.broadcast_object_list(paths, src=0)
+    path = Path(str(paths[0])) / "step"
+    model = sharded(rank)
+    optimizer = offload(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train(rank, model, optimizer, 2)
+    fullshard.save(path, model, optimizer)
+    expected = train(rank, model, optimizer, 2, first=2)
+    model = sharded(rank)
+    optimizer = offload(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    fullshard.load(path, model, optimizer)
+    assert all(map(torch.equal, train(rank, model, optimizer, 2, first=2), expected))
+    assert {each.device.type for each in state_of(optimizer)} == {"cpu"}
