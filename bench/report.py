@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.command_line import Options
+from bench.contestants import WITH_OURS, WITHOUT_OURS
 from bench.environment import Environment, current_environment
 from bench.statistics import Spread
 
 DARK, LIGHT, OTHER = "#00796b", "#b9c4cc", "#d9822b"
-DEFAULT_MALLOC = "-malloc"  # ends the name of a contestant of ours whose allocator is left alone
+# Ends of contestants' names -> what they say of the C allocator of its processes.
+MALLOCS = {WITH_OURS: "fullshard's malloc setting", WITHOUT_OURS: "glibc's default malloc"}
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 # Header, and the cell of a contestant's entry in the JSON.
@@ -27,13 +29,15 @@ Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
 def label_of(name: str) -> str:
-    """A contestant's name as people read it in a table: fullshard-malloc has no malloc of its own."""
-    return name.replace(DEFAULT_MALLOC, ", default malloc")
+    """A contestant's name as people read it in a table: whose malloc it has, if that is not as it comes."""
+    for end, setting in MALLOCS.items():
+        name = name.replace(end, f", {setting}")
+    return name
 
 
 def label_in_plot(name: str) -> str:
     """The same in a plot, where peers have the names of their classes."""
-    written = label_of(name).replace("fsdp", "FSDP").replace("+malloc", ", malloc keeps memory")
+    written = label_of(name).replace("fsdp", "FSDP")
     return re.sub(r"\bddp\b", "DDP", written)
 
 

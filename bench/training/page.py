@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import report
 from bench.contestants import Contestant
 from bench.environment import Environment, current_environment
-from bench.report import Column, column
+from bench.report import Column, column, mebibytes
 from bench.training.contest import (
     LOSS_TOLERANCE,
     Measurement,
@@ -29,6 +29,27 @@ from bench.training.contest import (
 Result = Mapping[str, Any]  # of one measurement, as it is stored
 
 MILLISECONDS = column("step, ms", "median_step_seconds", spec=".0f", scale=1e3)
+# What a reader of a table of steps has to know about its rows and its columns of memory.
+NOTES = (
+    "*x, fullshard's malloc setting*: the peer in processes that call fullshard's `keep_freed_memory` just before they "
+    "shard, which fullshard does by itself. *fullshard, glibc's default malloc*: fullshard without it "
+    "(`FULLSHARD_KEEP_FREED_MEMORY=0`).",
+    "*Counted*: the most bytes of live tensors at a time, from a record of every allocation in one step. *Resident*: what "
+    "the kernel gave the process, beyond what it held before it built its model. The difference is heap slack: freed "
+    "blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.",
+)
+
+
+def memory_columns(peer: str, end: str) -> tuple[Column, ...]:
+    """What was counted before what is resident, each with its ratio to the peer's. ``end``: of the ratios' names."""
+    return (
+        mebibytes("counted peak, MiB", "counted_bytes"),
+        column(f"/ {peer}", f"counted_ratio{end}"),
+        mebibytes("resident peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column(f"/ {peer}", f"peak_over_baseline_ratio{end}"),
+    )
+
+
 FINAL_LOSS = column("final loss", "final_loss", spec=".6f")
 
 
@@ -40,10 +61,10 @@ class Benchmark:
         name: Of the files and of the block.
         measurements: In the order of the page.
         columns: Of the table.
-        panels: Of the plot: title -> key of an entry.
+        panel: Of the plot: its title, and the key of an entry.
+        shown: Contestants in the plot.
         title: Of the plot, without the width.
         references: Whom a contestant is measured by, of those that ran.
-        verdicts: Figures beside their targets.
         notes: More paragraphs.
         trainer: The module of a rank.
         figures: More of the JSON.
@@ -53,9 +74,9 @@ class Benchmark:
     measurements: Sequence[Measurement]
     columns: Sequence[Column]
     title: str
-    panels: Mapping[str, str] = field(default_factory=dict)
+    panel: tuple[str, str] | None = None
+    shown: Sequence[str] = ()
     references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = by_fsdp2
-    verdicts: Callable[[Mapping[str, Result]], Iterable[str]] = lambda results: ()
     notes: Callable[[Mapping[str, Result]], Sequence[str]] = lambda results: ()
     trainer: str = "bench.training.trainer"
     figures: Callable[[], Mapping[str, object]] = dict
@@ -149,7 +170,13 @@ def draw(
 ) -> tuple[Path | None, str]:
     """Plot what was measured at a width on a kind of machine. The file, and the title."""
     title = f"{benchmark.title} at width {width}"
-    panels = report.bars(_entries(benchmark, results), {each: (key,) for each, key in benchmark.panels.items()})
+    entries = {
+        benchmark.label(what, name): result["contestants"][name]
+        for what, result in results.items()
+        for name in benchmark.shown
+        if name in result["contestants"]
+    }
+    panels = report.bars(entries, {benchmark.panel[0]: (benchmark.panel[1],)}) if benchmark.panel else ()
     return report.plot(folder / f"{benchmark.name}_{width}_{machine}.png", title, panels), title
 
 
@@ -181,7 +208,6 @@ def paragraphs(benchmark: Benchmark, results: Mapping[str, Result]) -> list[str]
     return [
         f"GPT of width {width}, AdamW, threads per rank: {threads}. {shapes}.",
         table(benchmark, results),
-        *report.against_targets(benchmark.verdicts(results)),
         *benchmark.notes(results),
         *(f"`{what}`: {line}" for what, each in results.items() for line in report.could_not_run(each["not_run"])),
         *(line if len(provenances) == 1 else f"`{', '.join(whats)}`: {line}" for line, whats in provenances.items()),

@@ -140,12 +140,12 @@ def test_tables_have_what_stands_in_the_entries() -> None:
 
 
 def test_names_say_whose_allocator_is_left_alone() -> None:
-    """What is fullshard-malloc on the command line has no setting of malloc; a peer with +malloc has."""
-    assert report.label_of("bf16, fullshard-malloc") == "bf16, fullshard, default malloc"
-    assert report.label_in_plot("fsdp2+malloc") == "FSDP2, malloc keeps memory"
+    """What is fullshard-malloc on the command line has glibc's malloc as it comes; a peer with +our-malloc has ours."""
+    assert report.label_of("bf16, fullshard-malloc") == "bf16, fullshard, glibc's default malloc"
+    assert report.label_in_plot("fsdp2+our-malloc") == "FSDP2, fullshard's malloc setting"
     assert report.label_in_plot("ddp") == "DDP" and report.label_of("fullshard") == "fullshard"
-    lines = report.table("who", {"fullshard-malloc": {}}, [], ["fsdp2-malloc"]).splitlines()
-    assert lines[2:] == ["| fullshard, default malloc |", "| fsdp2, default malloc | cannot run |"]
+    lines = report.table("who", {"fullshard-malloc": {}}, [], ["fsdp2+our-malloc"]).splitlines()
+    assert lines[2:] == ["| fullshard, glibc's default malloc |", "| fsdp2, fullshard's malloc setting | cannot run |"]
 
 
 def test_stored_results_are_drawn_again(tmp_path: Path) -> None:
