@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.command_line import Options
 from bench.contestants import WITH_OURS, WITHOUT_OURS
-from bench.environment import Environment, current_environment
+from bench.environment import REPOSITORY, Environment, current_environment
 from bench.statistics import Spread
 
 DARK, LIGHT, OTHER = "#00796b", "#b9c4cc", "#d9822b"
@@ -158,9 +158,17 @@ def publish(
         parts: More of the file's name.
         marker: The name of the block if it is not the benchmark's.
     """
-    path, environment = store(options, benchmark, figures, *parts)
+    page = {"marker": marker or benchmark, "title": title, "paragraphs": list(paragraphs)}
+    page["document"] = _relative(options.document)
+    path, environment = store(options, benchmark, {**figures, "page": page}, *parts)
     image = plot(path.with_suffix(".png"), title, panels)
     write_page(options, marker or benchmark, [*paragraphs, provenance(environment)], image, title)
+
+
+def _relative(document: Path) -> str | None:
+    """Inside the repository; None: elsewhere, which is nobody's business."""
+    document = document.resolve()
+    return document.relative_to(REPOSITORY).as_posix() if document.is_relative_to(REPOSITORY) else None
 
 
 def write_page(
@@ -168,13 +176,21 @@ def write_page(
 ) -> None:
     """Print a block of the page, and put it there with its plot if that was asked for; a missing page is created."""
     print("\n" + "\n\n".join(paragraphs) + "\n", flush=True)
-    if not options.write_document:
-        return
-    page = options.document
-    links = [] if image is None else [image_link(image, page, title)]
-    text = page.read_text(encoding="utf-8") if page.exists() else "# Measurements\n"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(replace_block(text, marker, "\n\n".join([*paragraphs, *links])), encoding="utf-8")
+    if options.write_document:
+        put(options.document, marker, block(paragraphs, options.document, image, title))
+
+
+def block(paragraphs: Sequence[str], document: Path, image: Path | None, title: str) -> str:
+    """What stands between two markers: the paragraphs, and the plot."""
+    links = [] if image is None else [image_link(image, document, title)]
+    return "\n\n".join([*paragraphs, *links]).strip()
+
+
+def put(document: Path, marker: str, text: str) -> None:
+    """Write a block into a page; a missing page is created."""
+    page = document.read_text(encoding="utf-8") if document.exists() else "# Measurements\n"
+    document.parent.mkdir(parents=True, exist_ok=True)
+    document.write_text(replace_block(page, marker, text), encoding="utf-8")
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
@@ -193,12 +209,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def provenance(environment: Environment) -> str:
-    """One line under a table: what it was measured on."""
+def provenance(environment: Environment, odd: Sequence[str] = ()) -> str:
+    """One line under a table: what it was measured on, and in what that is odd."""
     machine = f"{environment.device}, " if environment.device else ""
     return (
         f"{machine}{environment.cpu}, {environment.cores} cores, torch {environment.torch}, "
         f"Python {environment.python}, {environment.date}, commit {environment.commit}."
+        f"{f' **This is {chr(44).join(odd)}.**' if odd else ''}"
     )
 
 

@@ -1,7 +1,7 @@
 """How much communication overlaps with computation: fullshard, FSDP2 and FSDP1 on a modelled network.
 
-One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, which no schedule with the
-same memory undercuts, and beside what fullshard's schedule takes (``bound.py``).
+One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, which no schedule with
+the same memory undercuts, and beside what fullshard's schedule takes (``bound.py``).
 
 ``host``: as on CPU ranks, where what waits blocks. FSDP1 and FSDP2 overlap by streams, and on CPU these do nothing, so
 that each of their collectives blocks. ``streams``: with streams that keep time, as on an accelerator; see
@@ -79,20 +79,15 @@ def table(cells: Stored) -> str:
     """One row per contestant, one column per cell: T / T_LB."""
     names = list(dict.fromkeys(name for cell in cells for name in cell["contestants"]))
     header = ["", *(f"N={cell['ranks']}, {cell['link_over_computation']:g}" for cell in cells)]
-    rows = [
-        [
-            name,
-            *(
-                report.cell(report.value_under(cell, ("contestants", name, "over_bound", "median")), ".3f")
-                for cell in cells
-            ),
-        ]
-        for name in names
-    ]
+    rows = [[name, *(report.cell(_over_bound(cell, name), ".3f") for cell in cells)] for name in names]
     bounds = {"T_LB, ms": ("bound_seconds", "least"), "one unit ahead, ms": ("scheduled_seconds",)}
     for label, keys in bounds.items():
         rows.append([label, *(report.cell(report.value_under(cell, keys), ".0f", 1e3) for cell in cells)])
     return report.markdown_table(header, rows)
+
+
+def _over_bound(cell: Mapping[str, Any], name: str) -> Any:
+    return report.value_under(cell, ("contestants", name, "over_bound", "median"))
 
 
 def ahead_table(cells: Stored) -> str:
@@ -151,7 +146,7 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
     cells: Stored = result["cells"]
     parts = [
         "Step time / T_LB. T_LB is less than or equal to the time of any schedule that has at most two units' full "
-        "parameters at a time ([how it is derived](../design/modelled_network.md#lower-bound-of-a-step)). Last row: the "
+        "parameters at a time ([derivation](../design/modelled_network.md#lower-bound-of-a-step)). Last row: the "
         "schedule that gathers one unit ahead and has one reduction in flight, if nothing else costs time. Columns: "
         "number of ranks, and link time / computation at 8 ranks. Eight equal units, 10 ms forward and 20 ms backward "
         "each; one link; a launch costs 20 us, and 5 us per level of a tree.",
@@ -173,9 +168,9 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
     if result["ahead"]:
         parts += [
             "The gain of prefetching more units (`set_prefetch_bytes`) and of more reductions in flight "
-            "(`set_reduce_scatter_max_input_buffers`): step time / that of one unit ahead, predicted / measured, without "
-            'the time of the host. "Uneven": two small units with much computation, then two units of three times their '
-            "size with a quarter of the computation, and so on.",
+            "(`set_reduce_scatter_max_input_buffers`): step time / that of one unit ahead, predicted / measured, "
+            'without the time of the host. "Uneven": two small units with much computation, then two units of three '
+            "times their size with a quarter of the computation, and so on.",
             ahead_table(result["ahead"]),
         ]
     return parts
@@ -187,7 +182,7 @@ def panels(result: Mapping[str, Any]) -> list[report.Curves]:
     for cell in result["cells"]:
         if (cell["model"], cell["device"], cell["ranks"]) == (EVEN, STREAMS, AHEAD_RANKS):
             for name in SHOWN:
-                found = report.value_under(cell, ("contestants", name, "over_bound", "median"))
+                found = _over_bound(cell, name)
                 if found is not None:
                     lines.setdefault(name, {})[cell["link_over_computation"]] = found
     label = "link time / computation"

@@ -1,34 +1,31 @@
-"""Measured ratios to peers at a glance, out of the tables of ``docs/performance/index.md``."""
+"""Measured ratios to peers at a glance: the headline figures of ``bench/figures.py``, wins and losses."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
-from bench.environment import REPOSITORY
+from bench.command_line import RESULTS
+from bench.figures import FIGURES
 from bench.pictures import style
 from bench.pictures.style import Palette
+from bench.stored import newest
 
 SLOW = False
-PAGE = REPOSITORY / "docs" / "performance" / "index.md"
-ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| (\d\.\d+)(?: \((\d\.\d+) to (\d\.\d+)\))? \| \[", re.MULTILINE)
+SPREAD = ("lower_quartile", "upper_quartile")
 LIMIT = 2.4  # of the axis
 
 
 def record() -> dict[str, Any]:
-    """The rows of both tables: what was measured, the peer, the ratio and its spread."""
-    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
-    return {
-        "rows": [
-            {
-                "measured": what,
-                "peer": peer,
-                "ratio": float(ratio),
-                "spread": [float(low or ratio), float(high or ratio)],
-            }
-            for what, peer, ratio, low, high in rows
-        ]
-    }
+    """The headline figures that are measured: what was measured, the peer, the ratio and its spread."""
+    results, rows = newest(RESULTS), []
+    for figure in FIGURES:
+        found = figure.find(results) if figure.headline else None
+        if found is not None:
+            stored = found if isinstance(found, Mapping) else dict.fromkeys(("median", *SPREAD), found)
+            ratio, spread = round(stored["median"], 2), [round(stored[key], 2) for key in SPREAD]
+            rows.append({"measured": figure.what, "peer": figure.peer, "ratio": ratio, "spread": spread})
+    return {"rows": rows}
 
 
 def draw(data: Any, palette: Palette) -> Any:

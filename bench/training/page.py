@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +10,9 @@ from typing import Any
 
 from bench import report
 from bench.contestants import Contestant
-from bench.environment import Environment, current_environment
+from bench.environment import Environment
 from bench.report import Column, column, mebibytes
+from bench.stored import Results, Source, common_source, newest, oddness
 from bench.training.contest import (
     LOSS_TOLERANCE,
     Measurement,
@@ -34,9 +34,9 @@ NOTES = (
     "*x, fullshard's malloc setting*: the peer in processes that call fullshard's `keep_freed_memory` just before they "
     "shard, which fullshard does by itself. *fullshard, glibc's default malloc*: fullshard without it "
     "(`FULLSHARD_KEEP_FREED_MEMORY=0`).",
-    "*Counted*: the most bytes of live tensors at a time, from a record of every allocation in one step. *Resident*: what "
-    "the kernel gave the process, beyond what it held before it built its model. The difference is heap slack: freed "
-    "blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.",
+    "*Counted*: the most bytes of live tensors at a time, from a record of every allocation in one step. *Resident*: "
+    "what the kernel gave the process, beyond what it held before it built its model. The difference is heap slack: "
+    "freed blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.",
 )
 
 
@@ -144,31 +144,33 @@ def _measure(
 # ------------------------------------------------------------------ the page
 
 
-def latest_results(benchmark: Benchmark, folder: Path, width: int, machine: str) -> dict[str, Result]:
-    """The stored results of a width on this kind of machine, those with agreeing losses, by measurement."""
-    found = {}
-    for what in benchmark.by_name:
-        parts = "_".join(map(str, benchmark.parts(what, width)))
-        path = folder / f"{benchmark.name}_{parts}_{machine}.json"
-        if path.exists():
-            found[what] = json.loads(path.read_text(encoding="utf-8"))
-    return {what: each for what, each in found.items() if each["contestants"] and not each["losses_that_disagree"]}
+def latest_results(benchmark: Benchmark, results: Results, width: int) -> dict[str, Result]:
+    """The newest results of a width by measurement."""
+    names = {what: f"{benchmark.name}_{'_'.join(map(str, benchmark.parts(what, width)))}" for what in benchmark.by_name}
+    found = {what: results[name].result for what, name in names.items() if name in results}
+    return {what: each for what, each in found.items() if each["contestants"]}
+
+
+def widths(benchmark: Benchmark, results: Results) -> list[int]:
+    """Those that were measured."""
+    mine = [each.result for each in results.values() if each.result["benchmark"] == benchmark.name]
+    return sorted({result["settings"]["width"] for result in mine})
 
 
 def _write_page(benchmark: Benchmark, width: int, options: TrainingOptions) -> None:
-    machine = current_environment().name
-    results = latest_results(benchmark, options.results, width, machine)
+    stored = newest(options.results)
+    results = latest_results(benchmark, stored, width)
     if not results:
         print("no times are reported: losses disagree, or nobody ran")
         return
-    image, title = draw(benchmark, results, options.results, width, machine)
-    report.write_page(options, f"{benchmark.name}:{width}", paragraphs(benchmark, results), image, title)
+    image, title = draw(benchmark, results, options.results, width)
+    told = paragraphs(benchmark, results, common_source(stored))
+    report.write_page(options, f"{benchmark.name}:{width}", told, image, title)
 
 
-def draw(
-    benchmark: Benchmark, results: Mapping[str, Result], folder: Path, width: int, machine: str
-) -> tuple[Path | None, str]:
-    """Plot what was measured at a width on a kind of machine. The file, and the title."""
+def draw(benchmark: Benchmark, results: Mapping[str, Result], folder: Path, width: int) -> tuple[Path | None, str]:
+    """Plot what was measured at a width. The file, and the title."""
+    machine = Environment(**next(iter(results.values()))["environment"]).name
     title = f"{benchmark.title} at width {width}"
     entries = {
         benchmark.label(what, name): result["contestants"][name]
@@ -196,14 +198,16 @@ def table(benchmark: Benchmark, results: Mapping[str, Result]) -> str:
     return report.table(first, _entries(benchmark, results), benchmark.columns, failures)
 
 
-def paragraphs(benchmark: Benchmark, results: Mapping[str, Result]) -> list[str]:
-    """What stands between the markers of one width, but for the plot."""
+def paragraphs(benchmark: Benchmark, results: Mapping[str, Result], common: Source | None) -> list[str]:
+    """What stands between the markers of one width, but for the plot. ``common``: the source of most results."""
     settings = {what: result["settings"] for what, result in results.items()}
     threads = " or ".join(sorted({str(each["threads"]) for each in settings.values()}))
     shapes = "; ".join(_shape_text(benchmark.by_name[what], each) for what, each in settings.items())
     provenances: dict[str, list[str]] = {}
     for what, result in results.items():
-        provenances.setdefault(report.provenance(Environment(**result["environment"])), []).append(what)
+        environment = Environment(**result["environment"])
+        odd = oddness(Source(environment.commit, environment.cpu), common)
+        provenances.setdefault(report.provenance(environment, odd), []).append(what)
     width = next(iter(settings.values()))["width"]
     return [
         f"GPT of width {width}, AdamW, threads per rank: {threads}. {shapes}.",
