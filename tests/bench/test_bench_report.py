@@ -155,7 +155,7 @@ def test_names_say_whose_allocator_is_left_alone() -> None:
 
 
 def a_result(
-    folder: Path, name: str, benchmark: str, *, commit: str = "a" * 12, cpu: str = "C", **figures: object
+    folder: Path, name: str, benchmark: str, *, commit: str = "a" * 12, cpu: str = "C", **stored: object
 ) -> None:
     """Store one, of this commit and processor."""
     made = Environment("2.13", "3.11", "Linux", cpu, 2, None, commit, f"2026-11-{10 + len(list(folder.iterdir()))}")
