@@ -71,6 +71,21 @@ CLAIMS = (
 )
 
 
+def scaling(results: Results) -> str:
+    """How a later step of 100 units grows with ranks, everyone's."""
+    costs = results["scaling"].result["costs"] if "scaling" in results else []
+    steps: dict[str, dict[int, float]] = {}
+    for each in costs:
+        if each["over"] == "ranks" and "cost" in each:
+            steps.setdefault(each["system"], {})[each["ranks"]] = 1e3 * each["cost"]["steady"]
+    found = [(name, by_ranks) for name, by_ranks in steps.items() if len(by_ranks) > 1]
+    if not found:
+        return "Not measured since all contestants are silenced alike."
+    least, most = (pick(rank for _, by_ranks in found for rank in by_ranks) for pick in (min, max))
+    listed = "; ".join(f"{name} {by_ranks[least]:.0f} and {by_ranks[most]:.0f}" for name, by_ranks in found)
+    return f"CPU milliseconds of a later step, 100 units on {least:,} and on {most:,} ranks: {listed}."
+
+
 def claims(results: Results) -> str:
     """The sentences as a list, with medians; a line each."""
     values = {"cells": str(len(counted_ratios(results)))}

@@ -40,6 +40,7 @@ OF_ALL = {
     (PERFORMANCE, "shortfalls"): figures.shortfalls,
     (PERFORMANCE, "figures"): figures.table,
     (DOCUMENT, "sources"): figures.sources,
+    (PERFORMANCE.with_name("scaling.md"), "scaling_answer"): claims.scaling,
 }
 
 
@@ -53,9 +54,9 @@ def panels_of(result: Mapping[str, Any]) -> list[Any]:
     found: Mapping[str, Any] = result.get("contestants", {})
     match result["benchmark"]:
         case "host_cost":
-            return list(host_cost.panels(found))
+            return list(host_cost.panels(found))[:1]
         case "wrap_time":
-            return list(wrap_time.panels(found))
+            return list(wrap_time.panels(found))[:1]
         case "muon":
             return list(muon.panels(found))
         case "memory_limit":

@@ -248,7 +248,8 @@ class Bars:
         below = [s.median - s.lower_quartile for s in spreads]
         above = [s.upper_quartile - s.median for s in spreads]
         ours = (self.highlight, f", {self.highlight}")
-        colors = [DARK if name.startswith(ours[0]) or ours[1] in name else LIGHT for name in self.values]
+        named = any(name.startswith(ours[0]) or ours[1] in name for name in self.values)
+        colors = [DARK if not named or name.startswith(ours[0]) or ours[1] in name else LIGHT for name in self.values]
         whiskers = [below, above] if any([*below, *above]) else None
         axis.barh(names, [s.median for s in spreads], color=colors, xerr=whiskers, capsize=3)
         limit = max([s.upper_quartile for s in spreads] + [self.reference or 0.0]) or 1.0
@@ -377,11 +378,11 @@ def plot(path: Path, title: str, panels: Sequence[Panel], columns: int = 3) -> P
     figure, axes = pyplot.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel.draw(axis)
-        axis.set_title(panel.title, fontsize=10)
+        axis.set_title(panel.title if len(panels) > 1 else "", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title if len(panels) > 1 else ": ".join(filter(None, (title, panels[0].title))), fontsize=11)
     lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if lines and not any(isinstance(panel, Bars) for panel in panels):
         columns = max(2, min(len(lines), int(size[0] / 2.1)))

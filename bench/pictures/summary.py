@@ -13,7 +13,6 @@ from bench.stored import newest
 
 SLOW = False
 SPREAD = ("lower_quartile", "upper_quartile")
-LIMIT = 2.4  # of the axis
 
 
 def record() -> dict[str, Any]:
@@ -30,6 +29,7 @@ def record() -> dict[str, Any]:
 
 def draw(data: Any, palette: Palette) -> Any:
     rows = sorted(data["rows"], key=lambda row: float(row["ratio"]))
+    limit = 0.25 + max(1.15, *(row["spread"][1] for row in rows))
     figure = style.figure(1.3 + 0.27 * len(rows))
     height = float(figure.get_size_inches()[1])
     style.heading(figure, palette, "fullshard / peer, as measured", "Left of the line, fullshard is faster or smaller.")
@@ -43,8 +43,8 @@ def draw(data: Any, palette: Palette) -> Any:
         label = f"{row['measured']} / {row['peer']}".replace("`", "")
         axis.text(-0.08, y, label, va="center", ha="right", fontsize=9.5, color=palette.text)
     axis.axvline(1, color=palette.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    axis.set(xlim=(0, LIMIT), ylim=(len(rows) - 0.4, -0.6))
+    axis.set(xlim=(0, limit), ylim=(len(rows) - 0.4, -0.6))
     axis.set_yticks([])
-    axis.set_xticks((0, 0.5, 1, 1.5, 2))
+    axis.set_xticks([tick for tick in (0, 0.5, 1, 1.5, 2) if tick < limit])
     axis.spines[["left"]].set_visible(False)
     return figure

@@ -57,7 +57,7 @@ BENCHMARK = Benchmark(
         column("/ FSDP2", "sent_ratio_to_fsdp2"),
         FINAL_LOSS,
     ),
-    panel=("fullshard's step time / FSDP2", "time_ratio_to_fsdp2"),
+    panel=("step time / FSDP2", "time_ratio_to_fsdp2"),
     shown=(FULLSHARD,),
     title="The modes",
     notes=lambda results: NOTES,

@@ -172,8 +172,9 @@ def draw(benchmark: Benchmark, results: Mapping[str, Result], folder: Path, widt
     """Plot what was measured at a width. The file, and the title."""
     machine = Environment(**next(iter(results.values()))["environment"]).name
     title = f"{benchmark.title} at width {width}"
+    alone = len(benchmark.shown) == 1  # whose name is that of the plot then
     entries = {
-        benchmark.label(what, name): result["contestants"][name]
+        what.replace("_", " ") if alone else benchmark.label(what, name): result["contestants"][name]
         for what, result in results.items()
         for name in benchmark.shown
         if name in result["contestants"]
