@@ -87,6 +87,8 @@ STAGES = (
     _stage("scaling", 3.0),
     _stage("quantization", 2.0, arguments="--steps 500"),
 )
+# A GPU's, which writes its own page; calculated, not measured; and what only draws.
+APART = ("gpu", "wrap_model", "pictures", "redraw", "all")
 FULL_MINUTES = sum(stage.minutes for stage in STAGES)
 
 
