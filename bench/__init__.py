@@ -10,7 +10,7 @@
 - ``contestants.py``, ``models.py``  who takes part, and what they train
 - ``simulators/``      networks and streams that are models, and a model of a step's schedule
 - ``training/``        a GPT trained in turns: ``step``, ``modes``, ``wrapper``, ``accelerate_step``, ``page_faults``
-- ``stored.py``, ``figures.py``, ``claims.py``  the newest results; the figures and targets, and the sentences made of them
+- ``stored.py``, ``figures.py``, ``claims.py``  the newest results; figures and targets; sentences made of them
 - ``redraw.py``       plots, tables and claims of stored results, without a measurement
 - ``pictures/``        the pictures of the documentation, drawn from stored data
 - one folder or file for each of the other benchmarks; ``gpu/`` imports no package beside torch
