@@ -44,7 +44,7 @@ CLAIMS = (
     ),
     (
         "**What carries over to GPUs.**",
-        "Neither does: GPUs do not use this allocator, and with streams FSDP2 overlaps as well.",
+        "Neither of both: GPUs do not use the C allocator, and with streams FSDP2 overlaps as well.",
         "On simulated streams and a modelled network, fullshard takes {streams_least} to {streams_most} of FSDP2's "
         "time.",
         "On one H200, as one of eight ranks without a network, it takes {gpu_fp32} (fp32) and {gpu_bf16} (bf16).",
