@@ -34,7 +34,7 @@ MEASUREMENTS = (
         "no_sync in all microbatches but the last",
         BOTH_FLAGS,
         tokens={512: 64, 1024: 64},
-        microbatches=8,
+        microbatches=4,
         steps_per_round=1,
     ),
     Measurement(SUMMON, "summon_full_params(writeback=False)", BOTH_FLAGS, steps_per_round=5),
