@@ -68,24 +68,24 @@ MODES = ("bf16", "hsdp", "accumulation", "offload")
 WRAPPER = ("step", "accumulation", "summon", "summon_writeback", "prefetch")
 # The most important first; what needs gloo ranks before what one process does.
 STAGES = (
-    _training("step", 512, 9, 3.0),
+    _training("step", 512, 7, 2.6),
     _training("step", 1024, 7, 4.2),
-    _training("modes", 512, 7, 5.2, MODES),
+    _training("modes", 512, 5, 4.2, MODES),
     _training("modes", 1024, 3, 6.0, MODES),
-    _training("wrapper", 512, 5, 7.0, WRAPPER),
+    _training("wrapper", 512, 4, 6.3, WRAPPER),
     _training("wrapper", 1024, 3, 5.0, ("step", "accumulation")),
     _training("accelerate_step", 512, 7, 1.5, needs="accelerate"),
     _training("accelerate_step", 1024, 5, 1.5, needs="accelerate"),
-    _stage("checkpoint", 5.0, 4, result="checkpoint_1024"),
+    _stage("checkpoint", 4.2, 3, result="checkpoint_1024"),
     _stage("memory_limit", 4.5, arguments="--ranks 2 --ranks 64 --what fp32 --what bf16"),
     _stage("page_faults", 1.5, 3, result="page_faults_fullshard_1024"),
     _stage("muon", 1.0, 9),
     _stage("host_cost", 1.5, 15),
     _stage("wrap_time", 1.5, 7),
     _stage("optimizer_cost", 1.0, 15),
-    _stage("overlap", 3.0, 3),
-    _stage("scaling", 3.0),
-    _stage("quantization", 2.0, arguments="--steps 500"),
+    _stage("overlap", 1.5, 3),
+    _stage("scaling", 4.5),
+    _stage("quantization", 4.0, arguments="--steps 500"),
 )
 # A GPU's, which writes its own page; calculated, not measured; and what only draws.
 APART = ("gpu", "wrap_model", "pictures", "redraw", "all")

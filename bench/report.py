@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,7 +383,8 @@ def plot(path: Path, title: str, panels: Sequence[Panel], columns: int = 3) -> P
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    figure.suptitle(title if len(panels) > 1 else ": ".join(filter(None, (title, panels[0].title))), fontsize=11)
+    whole = title if len(panels) > 1 else ": ".join(filter(None, (title, panels[0].title)))
+    figure.suptitle(textwrap.fill(whole, int(11 * size[0])), fontsize=11)
     lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if lines and not any(isinstance(panel, Bars) for panel in panels):
         columns = max(2, min(len(lines), int(size[0] / 2.1)))
