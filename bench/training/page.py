@@ -154,7 +154,8 @@ def latest_results(benchmark: Benchmark, results: Results, width: int) -> dict[s
 def widths(benchmark: Benchmark, results: Results) -> list[int]:
     """Those that were measured."""
     mine = [each.result for each in results.values() if each.result["benchmark"] == benchmark.name]
-    return sorted({result["settings"]["width"] for result in mine})
+    found = {result["settings"]["width"] for result in mine}
+    return sorted(width for width in found if latest_results(benchmark, results, width))
 
 
 def _write_page(benchmark: Benchmark, width: int, options: TrainingOptions) -> None:
