@@ -1,6 +1,7 @@
 """Benchmarks of fullshard beside its peers, interleaved within a measurement: ``python -m bench`` lists them.
 
-- ``__main__.py``      the command: lists the benchmarks, runs one, or all that ``make bench`` runs
+- ``__main__.py``      the command: lists the benchmarks, runs one
+- ``everything.py``    all that ``make bench`` runs, of one commit on one machine
 - ``command_line.py``  options that benchmarks share, stated once, and the parser made of a benchmark's ``Options``
 - ``turns.py``         contestants of one process take turns
 - ``teams.py``, ``worker.py``  contestants with processes of their own, from the benchmark's side and from a rank's
@@ -9,7 +10,8 @@
 - ``contestants.py``, ``models.py``  who takes part, and what they train
 - ``simulators/``      networks and streams that are models, and a model of a step's schedule
 - ``training/``        a GPT trained in turns: ``step``, ``modes``, ``wrapper``, ``accelerate_step``, ``page_faults``
-- ``redraw.py``       plots of stored results, without a measurement
+- ``stored.py``, ``figures.py``, ``claims.py``  the newest results; figures and targets; sentences made of them
+- ``redraw.py``       plots, tables and claims of stored results, without a measurement
 - ``pictures/``        the pictures of the documentation, drawn from stored data
 - one folder or file for each of the other benchmarks; ``gpu/`` imports no package beside torch
 """

@@ -1,17 +1,16 @@
-"""List the benchmarks, run one, or run all of ``make bench``: ``python -m bench [NAME|all] [options]``."""
+"""List the benchmarks, or run one: ``python -m bench [NAME] [options]``; ``all`` is what ``make bench`` runs."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.command_line import Options, parser_of, start
+from bench.command_line import start
 from bench.environment import REPOSITORY
 
-# Name -> module, in the order of ``make bench``.
+# Name -> module.
 BENCHMARKS = {
     "step": "bench.training.step",
     "modes": "bench.training.modes",
@@ -32,9 +31,8 @@ BENCHMARKS = {
     "gpu": "bench.gpu.driver",
     "pictures": "bench.pictures.driver",
     "redraw": "bench.redraw",
+    "all": "bench.everything",
 }
-# Not part of ``make bench``: needs accelerate; needs a GPU and writes docs/performance/gpu.md; two draw stored data.
-APART = ("accelerate_step", "gpu", "pictures", "redraw")
 
 
 def sentence_of(name: str) -> str:
@@ -45,21 +43,7 @@ def sentence_of(name: str) -> str:
 
 def listing() -> str:
     lines = [f"  {name:16} {sentence_of(name)}" for name in BENCHMARKS]
-    all_of_them = f"  {'all':16} All of these but {', '.join(APART)}, one after another."
-    return "\n".join(["python -m bench NAME [options]; NAME --help lists the options.", "", *lines, all_of_them])
-
-
-def run_all(arguments: Sequence[str]) -> int:
-    """Run each in a process of its own, and go on where one fails."""
-    parser_of("python -m bench all", Options, "Run all benchmarks of `make bench`.").parse_args(arguments)
-    failed = []
-    for name in BENCHMARKS:
-        if name not in APART:
-            print(f"== {name}", flush=True)
-            if subprocess.run([sys.executable, "-m", "bench", name, *arguments], check=False).returncode:
-                failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "all benchmarks ran")
-    return 1 if failed else 0
+    return "\n".join(["python -m bench NAME [options]; NAME --help lists the options.", "", *lines])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,8 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(listing())
         return 0
-    if name == "all":
-        return run_all(rest)
     if name not in BENCHMARKS:
         print(f"python -m bench: unknown benchmark {name!r}; known are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,17 +50,19 @@ WRAPPING: Mapping[str, Wrapping] = {
 # fullshard's wrapper and FSDP1 with the same use_orig_params.
 PEER_WITH_SAME_FLAG: Mapping[str, str] = {WRAPPER: FSDP1, WRAPPER_FLAT: FSDP1_FLAT}
 
-# glibc reads these when a process starts: never return freed memory to the kernel, so that the next step does
-# not fault the same pages in again. fullshard may choose as much for its own process; given to the peers too,
-# it shows how much of a gain is the allocator's.
-KEEP_FREED_MEMORY: Mapping[str, str] = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
+# fullshard sets glibc's malloc when it shards on CPU. How much of a gain is that setting's is shown by peers that get
+# the very same one, by the same function and at the same moment, and by fullshard without it.
+KEPT_MEBIBYTES = 32  # blocks of up to this size: fullshard's default, as a test checks
 NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
-# Removed from every contestant's environment before its own are added.
-GOVERNED_VARIABLES = (*KEEP_FREED_MEMORY, "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", *NOT_KEPT)
+# Ends of names: a peer with fullshard's setting, and fullshard with what glibc does by itself.
+WITH_OURS, WITHOUT_OURS = "+our-malloc", "-malloc"
+# Removed from every contestant's environment before its own are added: all that changes glibc's malloc.
+GOVERNED_VARIABLES = (
+    *(f"MALLOC_{name}_" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD", "ARENA_MAX")),
+    "MALLOC_ARENA_MAX",
+    "GLIBC_TUNABLES",
+    *NOT_KEPT,
+)
 
 # The end of a wrapper's name, and the member of BackwardPrefetch that it passes.
 PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
@@ -76,7 +78,7 @@ class Contestant:
         environment: Variables that its processes are started with.
         peer: The contestant in the same configuration that it is measured by. None: itself.
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
-        kept: MiB of blocks that fullshard is told to keep. 0: as it comes.
+        kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
     """
 
     name: str
@@ -92,15 +94,33 @@ def _contestants() -> Iterator[Contestant]:
         peer = PEER_WITH_SAME_FLAG.get(system)
         yield Contestant(system, system, peer=peer)
         if system in OURS:
-            yield Contestant(f"{system}-malloc", system, NOT_KEPT, peer=peer)
+            yield Contestant(f"{system}{WITHOUT_OURS}", system, NOT_KEPT, peer=peer)
         else:
-            yield Contestant(f"{system}+malloc", system, KEEP_FREED_MEMORY, peer=system)
+            yield Contestant(f"{system}{WITH_OURS}", system, peer=system, kept=KEPT_MEBIBYTES)
         for name in PREFETCHES if system in WRAPPING else ():
             with_prefetch = None if peer is None else f"{peer}-{name}"
             yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
 
 
 CONTESTANTS = {contestant.name: contestant for contestant in _contestants()}
+
+
+def with_setting(peers: Sequence[str]) -> tuple[str, ...]:
+    """The same peers, each followed by itself with fullshard's setting of malloc."""
+    return tuple(each for peer in peers for each in (peer, f"{peer}{WITH_OURS}"))
+
+
+def set_allocator(contestant: Contestant) -> None:
+    """Give this process the setting of malloc that the contestant is to have; to be called just before it shards.
+
+    Raises:
+        RuntimeError: The allocator does not take it.
+    """
+    if contestant.kept:
+        from fullshard.allocator import keep_freed_memory
+
+        if not keep_freed_memory(contestant.kept << 20):
+            raise RuntimeError(f"{contestant.name}: the C allocator does not take the setting; it has to be glibc's")
 
 
 def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:

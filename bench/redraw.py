@@ -1,34 +1,47 @@
-"""The plots of all stored results, drawn again from their JSON without a measurement."""
+"""The plots, tables and claims of all stored results, written again from their JSON without a measurement.
+
+A page's figures are those of the JSON behind it, because all of them are written by this: tables that several results
+share out of their figures, the others as their benchmark put them beside its figures.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import host_cost, report, wrap_time
+from bench import claims, figures, host_cost, report, wrap_time
 from bench.checkpoint import report as checkpoint
+from bench.command_line import DOCUMENT
 from bench.command_line import Options as SharedOptions
+from bench.environment import REPOSITORY
 from bench.memory_limit import driver as memory_limit
 from bench.muon import driver as muon
 from bench.overlap import driver as overlap
+from bench.pictures import driver as pictures
 from bench.scaling import driver as scaling
-from bench.training import modes, page, step, wrapper
+from bench.stored import Results, StoredResult, common_source, newest, oddness
+from bench.training import accelerate_step, modes, page, page_faults, step, wrapper
 
-# Whose plot has one file of results.
-TITLES = {
-    "host_cost": host_cost.TITLE,
-    "wrap_time": wrap_time.TITLE,
-    "memory_limit": memory_limit.TITLE,
-    "muon": muon.TITLE,
-    "overlap": overlap.TITLE,
-    "scaling": scaling.TITLE,
+PERFORMANCE = REPOSITORY / "docs" / "performance" / "index.md"
+# Whose tables have all measurements of a width, and the pages that they are on.
+TRAINING = (
+    (step.STEP, DOCUMENT),
+    (modes.BENCHMARK, DOCUMENT),
+    (wrapper.BENCHMARK, DOCUMENT),
+    (accelerate_step.BENCHMARK, DOCUMENT),
+    (page_faults.BENCHMARK, page_faults.PAGE),
+)
+# What is made of all results: page and marker -> text.
+OF_ALL = {
+    (REPOSITORY / "README.md", "claims"): claims.claims,
+    (PERFORMANCE, "claims"): claims.claims,
+    (PERFORMANCE, "shortfalls"): figures.shortfalls,
+    (PERFORMANCE, "figures"): figures.table,
+    (DOCUMENT, "sources"): figures.sources,
+    (PERFORMANCE.with_name("scaling.md"), "scaling_answer"): claims.scaling,
 }
-# Whose plot has all measurements of a width.
-TRAINING = {each.name: each for each in (step.STEP, modes.BENCHMARK, wrapper.BENCHMARK)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,51 +50,73 @@ class Options(SharedOptions):
 
 
 def panels_of(result: Mapping[str, Any]) -> list[Any]:
-    """Of a result with a plot of its own; none if it lacks the figures, as results of earlier versions do."""
+    """Of a result with a plot of its own; none if there is none."""
     found: Mapping[str, Any] = result.get("contestants", {})
     match result["benchmark"]:
         case "host_cost":
-            direct = result.get("direct", {}).get("contestants", {})
-            return [*host_cost.panels(found), *host_cost.panels(direct, f", {host_cost.DIRECT}")]
+            return list(host_cost.panels(found))[:1]
         case "wrap_time":
-            return list(wrap_time.panels(found))
+            return list(wrap_time.panels(found))[:1]
         case "muon":
             return list(muon.panels(found))
         case "memory_limit":
             return list(memory_limit.panels(result["cells"]))
         case "overlap":
-            return list(overlap.curves(result["cells"]))
+            return list(overlap.panels(result))
         case "scaling":
-            return list(scaling.curves(result["costs"]))
+            return list(scaling.panels(result["costs"]))
         case "checkpoint":
             return list(checkpoint.panels(result))
     return []
 
 
+def draw(results: Results, folder: Path) -> Iterator[Path]:
+    """Draw all plots; their files."""
+    for benchmark, _ in TRAINING:
+        for width in page.widths(benchmark, results):
+            image, _ = page.draw(benchmark, page.latest_results(benchmark, results, width), folder, width)
+            yield from [] if image is None else [image]
+    for each in results.values():
+        if "page" in each.result:
+            title = each.result["page"]["title"]
+            image = report.plot(each.path.with_suffix(".png"), title, panels_of(each.result))
+            yield from [] if image is None else [image]
+
+
+def blocks(results: Results) -> Iterator[tuple[Path, str, str]]:
+    """What stands on which page between which markers, by the results."""
+    common = common_source(results)
+    for benchmark, document in TRAINING:
+        for width in page.widths(benchmark, results):
+            some = page.latest_results(benchmark, results, width)
+            first = next(each for each in results.values() if each.result is next(iter(some.values())))
+            image = first.path.with_name(f"{benchmark.name}_{width}_{first.environment.name}.png")
+            told, title = page.paragraphs(benchmark, some, common), f"{benchmark.title} at width {width}"
+            shown = image if benchmark.panel else None
+            yield document, f"{benchmark.name}:{width}", report.block(told, document, shown, title)
+    for each in results.values():
+        if each.result.get("page", {}).get("document"):
+            yield _own(each, oddness(each.source, common))
+    for (document, marker), write in OF_ALL.items():
+        yield document, marker, write(results)
+
+
+def _own(each: StoredResult, odd: list[str]) -> tuple[Path, str, str]:
+    """The block of a result that has one to itself."""
+    told = each.result["page"]
+    document, image = REPOSITORY / told["document"], each.path.with_suffix(".png")
+    paragraphs = [*told["paragraphs"], report.provenance(each.environment, odd)]
+    shown = image if panels_of(each.result) else None
+    return document, told["marker"], report.block(paragraphs, document, shown, told["title"])
+
+
 def run(options: Options) -> None:
     """Redraw; results with wrong values, and withdrawn ones, are left alone."""
-    for path in sorted(options.results.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        image = _training(result, path) if result["benchmark"] in TRAINING else _own(result, path)
-        if image is not None:
-            print(f"wrote {image.name}", flush=True)
-
-
-def _own(result: Mapping[str, Any], path: Path) -> Path | None:
-    name = result["benchmark"]
-    title = f"Checkpoints at width {result['settings']['width']}" if name == "checkpoint" else TITLES.get(name)
-    if title is None or result.get("wrong") or result.get("withdrawn"):
-        return None
-    return report.plot(path.with_suffix(".png"), title, panels_of(result))
-
-
-def _training(result: Mapping[str, Any], path: Path) -> Path | None:
-    """The plot of a benchmark and width, drawn with the first of its measurements."""
-    benchmark, width = TRAINING[result["benchmark"]], result["settings"]["width"]
-    found = re.search(rf"_{width}_(.+)\.json$", path.name)
-    if found is None:
-        return None
-    results = page.latest_results(benchmark, path.parent, width, found[1])
-    if result != next(iter(results.values()), None):
-        return None
-    return page.draw(benchmark, results, path.parent, width, found[1])[0]
+    results = newest(options.results)
+    for image in draw(results, options.results):
+        print(f"wrote {image.name}", flush=True)
+    if options.write_document:
+        for document, marker, text in blocks(results):
+            report.put(document, marker, text)
+        pictures.run(pictures.Options(only=("summary",), record=True))
+        print("wrote the pages", flush=True)

@@ -6,17 +6,20 @@ import json
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.command_line import Options
-from bench.environment import Environment, current_environment
+from bench.contestants import WITH_OURS, WITHOUT_OURS
+from bench.environment import REPOSITORY, Environment, current_environment
 from bench.statistics import Spread
 
 DARK, LIGHT, OTHER = "#00796b", "#b9c4cc", "#d9822b"
-DEFAULT_MALLOC = "-malloc"  # ends the name of a contestant of ours whose allocator is left alone
+# Ends of contestants' names -> what they say of the C allocator of its processes.
+MALLOCS = {WITH_OURS: "fullshard's malloc setting", WITHOUT_OURS: "glibc's default malloc"}
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 # Header, and the cell of a contestant's entry in the JSON.
@@ -27,13 +30,15 @@ Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
 def label_of(name: str) -> str:
-    """A contestant's name as people read it in a table: fullshard-malloc has no malloc of its own."""
-    return name.replace(DEFAULT_MALLOC, ", default malloc")
+    """A contestant's name as people read it in a table: whose malloc it has, if that is not as it comes."""
+    for end, setting in MALLOCS.items():
+        name = name.replace(end, f", {setting}")
+    return name
 
 
 def label_in_plot(name: str) -> str:
     """The same in a plot, where peers have the names of their classes."""
-    written = label_of(name).replace("fsdp", "FSDP").replace("+malloc", ", malloc keeps memory")
+    written = label_of(name).replace("fsdp", "FSDP")
     return re.sub(r"\bddp\b", "DDP", written)
 
 
@@ -154,9 +159,17 @@ def publish(
         parts: More of the file's name.
         marker: The name of the block if it is not the benchmark's.
     """
-    path, environment = store(options, benchmark, figures, *parts)
+    page = {"marker": marker or benchmark, "title": title, "paragraphs": list(paragraphs)}
+    page["document"] = _relative(options.document)
+    path, environment = store(options, benchmark, {**figures, "page": page}, *parts)
     image = plot(path.with_suffix(".png"), title, panels)
     write_page(options, marker or benchmark, [*paragraphs, provenance(environment)], image, title)
+
+
+def _relative(document: Path) -> str | None:
+    """Inside the repository; None: elsewhere, which is nobody's business."""
+    document = document.resolve()
+    return document.relative_to(REPOSITORY).as_posix() if document.is_relative_to(REPOSITORY) else None
 
 
 def write_page(
@@ -164,13 +177,21 @@ def write_page(
 ) -> None:
     """Print a block of the page, and put it there with its plot if that was asked for; a missing page is created."""
     print("\n" + "\n\n".join(paragraphs) + "\n", flush=True)
-    if not options.write_document:
-        return
-    page = options.document
-    links = [] if image is None else [image_link(image, page, title)]
-    text = page.read_text(encoding="utf-8") if page.exists() else "# Measurements\n"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(replace_block(text, marker, "\n\n".join([*paragraphs, *links])), encoding="utf-8")
+    if options.write_document:
+        put(options.document, marker, block(paragraphs, options.document, image, title))
+
+
+def block(paragraphs: Sequence[str], document: Path, image: Path | None, title: str) -> str:
+    """What stands between two markers: the paragraphs, and the plot."""
+    links = [] if image is None else [image_link(image, document, title)]
+    return "\n\n".join([*paragraphs, *links]).strip()
+
+
+def put(document: Path, marker: str, text: str) -> None:
+    """Write a block into a page; a missing page is created."""
+    page = document.read_text(encoding="utf-8") if document.exists() else "# Measurements\n"
+    document.parent.mkdir(parents=True, exist_ok=True)
+    document.write_text(replace_block(page, marker, text), encoding="utf-8")
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
@@ -189,12 +210,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def provenance(environment: Environment) -> str:
-    """One line under a table: what it was measured on."""
+def provenance(environment: Environment, odd: Sequence[str] = ()) -> str:
+    """One line under a table: what it was measured on, and in what that is odd."""
     machine = f"{environment.device}, " if environment.device else ""
     return (
         f"{machine}{environment.cpu}, {environment.cores} cores, torch {environment.torch}, "
         f"Python {environment.python}, {environment.date}, commit {environment.commit}."
+        f"{f' **This is {chr(44).join(odd)}.**' if odd else ''}"
     )
 
 
@@ -227,7 +249,8 @@ class Bars:
         below = [s.median - s.lower_quartile for s in spreads]
         above = [s.upper_quartile - s.median for s in spreads]
         ours = (self.highlight, f", {self.highlight}")
-        colors = [DARK if name.startswith(ours[0]) or ours[1] in name else LIGHT for name in self.values]
+        named = any(name.startswith(ours[0]) or ours[1] in name for name in self.values)
+        colors = [DARK if not named or name.startswith(ours[0]) or ours[1] in name else LIGHT for name in self.values]
         whiskers = [below, above] if any([*below, *above]) else None
         axis.barh(names, [s.median for s in spreads], color=colors, xerr=whiskers, capsize=3)
         limit = max([s.upper_quartile for s in spreads] + [self.reference or 0.0]) or 1.0
@@ -356,11 +379,12 @@ def plot(path: Path, title: str, panels: Sequence[Panel], columns: int = 3) -> P
     figure, axes = pyplot.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel.draw(axis)
-        axis.set_title(panel.title, fontsize=10)
+        axis.set_title(panel.title if len(panels) > 1 else "", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    figure.suptitle(title, fontsize=11)
+    whole = title if len(panels) > 1 else ": ".join(filter(None, (title, panels[0].title)))
+    figure.suptitle(textwrap.fill(whole, int(11 * size[0])), fontsize=11)
     lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if lines and not any(isinstance(panel, Bars) for panel in panels):
         columns = max(2, min(len(lines), int(size[0] / 2.1)))

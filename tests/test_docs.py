@@ -191,17 +191,6 @@ def section(page: Path, heading: str) -> str:
     return "\n".join(lines[start : next(ends, len(lines))])
 
 
-def test_figures_of_the_summary_are_in_the_tables() -> None:
-    """Every ratio of the summary of performance, with its spread, is in the section that its row links to."""
-    page = ROOT / "docs" / "performance" / "index.md"
-    rows = re.findall(
-        r"^\|[^|]*\|[^|]*\| (\d[^|]*?) \| \[[^]]*\]\(([^)#]+)#([^)]+)\) \|$", page.read_text(), re.MULTILINE
-    )
-    assert len(rows) == len(re.findall(r"^\| .*\.md", page.read_text(), re.MULTILINE)), "a row that is not understood"
-    for ratio, target, heading in rows:
-        assert ratio in section((page.parent / target).resolve(), heading), f"{ratio} is not in {target}#{heading}"
-
-
 def test_figures_of_the_readme_are_in_the_tables() -> None:
     """Every ratio in the README is one of the pages on performance, or of the table of seeded faults."""
     readme = section(ROOT / "README.md", "why-fullshard")

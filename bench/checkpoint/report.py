@@ -186,18 +186,10 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
 
 
 def panels(result: Mapping[str, Any]) -> list[report.Dots]:
-    """A row per operation: times over the peer's, and everyone's memory."""
+    """A row per operation: fullshard's time over the peer's."""
     times: dict[str, dict[str, float]] = {}
-    memory: dict[str, dict[str, float]] = {}
     for name, summary in result["operations"].items():
-        row = name.replace("_", " ")
-        for way, entry in summary["ways"].items():
-            found = entry.get(f"{BY_NAME[name].clock}_ratio")
-            if found is not None:
-                times.setdefault(row, {})[way] = found["median"]
-            if entry["extra_bytes"] is not None:
-                memory.setdefault(row, {})[way] = entry["extra_bytes"] / 2**30
-    return [
-        report.Dots("time / peer", times, {1.0: "FSDP2 (export, import: FSDP1)"}, logarithmic=True),
-        report.Dots("extra memory per rank, GiB", memory, {BUDGET_BYTES / 2**30: "limit of the target"}),
-    ]
+        found = report.value_under(summary["ways"], (FULLSHARD, f"{BY_NAME[name].clock}_ratio"))
+        if found is not None:
+            times[name.replace("_", " ")] = {FULLSHARD: found["median"]}
+    return [report.Dots("time / peer", times, {1.0: "FSDP2 (export, import: FSDP1)"}, logarithmic=True)]

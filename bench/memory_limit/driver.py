@@ -230,7 +230,7 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Dots]:
     """All cells, as they are stored, over the course."""
     rows: dict[str, dict[str, float]] = {}
     for cell in sorted(cells, key=lambda cell: (cell["width"], cell["ranks"])):
-        if cell["peak_over_course"] is not None:
+        if cell["peak_over_course"] is not None and cell["system"] in (FULLSHARD, FSDP2):
             row = f"width {cell['width']}, {cell['ranks']} ranks, {cell['mode']}"
             rows.setdefault(row, {})[cell["system"]] = cell["peak_over_course"]
     return [report.Dots("peak memory / least with overlap (course)", rows, {1.0: "least", TARGET: "target"})]

@@ -1,7 +1,17 @@
-"""The least time that a step of sharded units can take, and the memory of gathering ahead.
+"""The least time that a step of sharded units can take, and what one schedule takes.
 
-The limits: computation alone, the link alone, the chain of first gather, computation and last reduction, and the
-schedule that gathers ``depth`` units ahead.
+[Note: No schedule is faster]
+One processor computes the forwards of the units in their order and then the backwards in the reverse order; one link
+carries one message at a time: a gather before each use of a unit whose full parameters are not there, and a reduction
+after each backward. Nothing else is assumed of a schedule: not the order of messages, not how far ahead it gathers, not
+how many reductions are in flight. Only the bytes of full parameters that are gathered, or being gathered, at a time are
+limited, if at all.
+
+Let a computation end at time t. Its unit is still gathered then, so at most ``limit`` less its size of others are there
+or on their way. All others that a later computation needs have their gather after t, however the schedule chose; so
+that computation begins no earlier than t plus the time of these gathers. The choice that leaves the least of them,
+parts of units allowed, is a fractional knapsack. The same at the end: after t the link still has those gathers and
+all reductions that are not yet due. The largest such sum bounds every schedule, because each of its terms does.
 """
 
 from __future__ import annotations
@@ -34,26 +44,19 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class StepBound:
-    """Lower bounds on a step, in seconds.
+    """What a step takes at least. Seconds.
 
     Args:
-        computation: LB1.
-        link: LB2.
-        chain: LB3.
-        schedule: LB4 at the depth asked for.
-        memory: Bytes of full parameters that this depth may hold at once.
+        computation: Of computation alone.
+        link: Of the messages that are needed, alone on the link.
+        seconds: T_LB: no schedule within the memory takes less; see [Note: No schedule is faster].
+        memory: The bytes of full parameters at a time for which this holds; None: any.
     """
 
     computation: float
     link: float
-    chain: float
-    schedule: float
-    memory: int
-
-    @property
-    def seconds(self) -> float:
-        """T_LB: the largest of them."""
-        return max(self.computation, self.link, self.chain, self.schedule)
+    seconds: float
+    memory: int | None
 
 
 @dataclass(frozen=True)
@@ -84,31 +87,77 @@ class Window:
         sizes = itertools.accumulate(unit.nbytes for unit in following)
         return max(1, sum(size <= self.nbytes for size in sizes))
 
+    def memory(self, units: Sequence[UnitCosts]) -> int:
+        """The most bytes of full parameters at a time: a unit and what is ahead of it, in either direction."""
+        return max(
+            sum(unit.nbytes for unit in order[i : i + 1 + self.after(order, i)])
+            for order in (list(units), list(reversed(units)))
+            for i in range(len(order))
+        )
+
+
+# ------------------------------------------------------------------ the bound
+
+
+def step_bound(units: Sequence[UnitCosts], limit: int | None = None) -> StepBound:
+    """The bound of one step of one microbatch.
+
+    Args:
+        units: In the order of the forward; a unit that is gathered again takes as long as the first time.
+        limit: Bytes of full parameters at a time; at least the largest unit's. None: no limit.
+    """
+    if not units:
+        raise ValueError("a step needs a unit")
+    if limit is not None and limit < max(unit.nbytes for unit in units):
+        raise ValueError(f"a limit of {limit} bytes is less than the largest unit")
+    computing = sum(unit.forward + unit.backward for unit in units)
+    again = _gathered_after(units[:-1], limit, units[-1].nbytes)
+    link = sum(unit.gather + unit.reduce for unit in units) + again
+    return StepBound(computing, link, max(link, least_seconds(units, limit)), limit)
+
+
+def least_seconds(units: Sequence[UnitCosts], limit: int | None) -> float:
+    """See [Note: No schedule is faster]: the longest of the chains in it."""
+    count = len(units)
+    steps = [*range(count), *reversed(range(count))]  # units by computation: forwards, then backwards
+    ends: list[float] = []  # the least times at which computations end
+    least = 0.0
+    for place, index in enumerate(steps):
+        begins = [ends[-1] if ends else 0.0]
+        if place < count:  # its gather and those of all before, from the beginning
+            begins.append(sum(unit.gather for unit in units[: index + 1]))
+        for earlier in range(place):
+            between = {each for each in steps[earlier + 1 : place + 1] if each != steps[earlier]}
+            here = units[steps[earlier]].nbytes
+            begins.append(ends[earlier] + _gathered_after([units[each] for each in sorted(between)], limit, here))
+        backward = place >= count
+        ends.append(max(begins) + (units[index].backward if backward else units[index].forward))
+        if backward:  # the link still has these gathers, and the reductions of this unit and of all before it
+            gathers = _gathered_after(units[:index], limit, units[index].nbytes)
+            least = max(least, ends[-1] + gathers + sum(unit.reduce for unit in units[: index + 1]))
+    return least
+
+
+def _gathered_after(units: Sequence[UnitCosts], limit: int | None, here: int) -> float:
+    """Seconds of gathers that are left if, beside ``here`` bytes, as much of ``units`` is there as the limit allows."""
+    if limit is None:
+        return 0.0
+    room, left = limit - here, 0.0
+    for unit in sorted(units, key=lambda unit: unit.gather / max(1, unit.nbytes), reverse=True):
+        kept = min(unit.nbytes, room)
+        room -= kept
+        left += unit.gather * (1 - kept / unit.nbytes) if unit.nbytes else 0.0
+    return left
+
+
+# ------------------------------------------------------------------ a schedule
+
 
 def keep_last(units: Sequence[UnitCosts], window: Window = Window()) -> list[UnitCosts]:
     """The last units, as many as are ahead at any time, are not gathered again: their backwards come at once."""
     turned = list(reversed(units))
     kept = window.after([turned[0], *turned], 0)
     return [replace(unit, regather=0.0) if i >= len(units) - kept else unit for i, unit in enumerate(units)]
-
-
-def step_bound(units: Sequence[UnitCosts], window: Window = Window()) -> StepBound:
-    """The bounds of one step of one microbatch.
-
-    Args:
-        units: In the order of the forward.
-        window: What is gathered ahead.
-    """
-    if not units:
-        raise ValueError("a step needs a unit")
-    computing = sum(unit.forward + unit.backward for unit in units)
-    return StepBound(
-        computation=computing,
-        link=sum(unit.gather + unit.regather + unit.reduce for unit in units),
-        chain=units[0].gather + computing + units[0].reduce,
-        schedule=scheduled_seconds(units, window),
-        memory=max(sum(u.nbytes for u in units[i : i + 1 + window.after(units, i)]) for i in range(len(units))),
-    )
 
 
 def scheduled_seconds(units: Sequence[UnitCosts], window: Window) -> float:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
-from bench.overlap.bound import StepBound, UnitCosts, keep_last, step_bound
-from bench.overlap.systems import ModelledUnit, System, UnitShape, build, modelled_model
+from bench.overlap.bound import StepBound, UnitCosts, Window, keep_last, scheduled_seconds, step_bound
+from bench.overlap.systems import SYSTEMS, ModelledUnit, System, UnitShape, build, modelled_model
 from bench.simulators.clocks import HostDevice, SkippingClock
 from bench.simulators.network import Fabric, Network, modelled_ranks
 from bench.simulators.streams import SimulatedDevice, simulated_streams
@@ -72,22 +72,42 @@ class Measured:
     """What a cell gave. Seconds.
 
     Args:
-        bound: With the last unit kept from forward to backward, which needs no memory.
         costs: Of the units.
         network: Its link.
         steps: Median step per contestant and round.
         failures: Why a contestant has no steps.
+        resident: Bytes of a unit that stays gathered beside the others.
     """
 
-    bound: StepBound
     costs: list[UnitCosts]
     network: Network
     steps: dict[str, list[float]]
     failures: dict[str, str]
+    resident: int = 0
+
+    @property
+    def bound(self) -> StepBound:
+        """T_LB of all that gather no more than one unit ahead."""
+        return self.bound_of(1)
+
+    def bound_of(self, depth: int) -> StepBound:
+        """T_LB with the memory that gathering ``depth`` of the largest units ahead needs, at least one."""
+        return step_bound(self.costs, self.window(max(1, depth)).memory(self.costs) + self.resident)
+
+    def window(self, depth: int, reductions: int = 1) -> Window:
+        """Of a schedule that gathers so many of the largest units ahead."""
+        return Window(depth, depth * max(cost.nbytes for cost in self.costs), reductions)
+
+    def scheduled(self, depth: int = 1, reductions: int = 1) -> float:
+        """Seconds of fullshard's schedule, if nothing else costs time."""
+        window = self.window(depth, reductions)
+        return scheduled_seconds(keep_last(self.costs, window), window)
 
     def over_bound(self, name: str) -> Spread:
-        """Step time over T_LB."""
-        return spread([seconds / self.bound.seconds for seconds in self.steps[name]])
+        """Step time over T_LB; over that of its own memory if it gathers more than one unit ahead."""
+        depth = next((system.depth for system in SYSTEMS if system.name == name), None)
+        least = self.bound_of(1 if depth is None else depth).seconds
+        return spread([seconds / least for seconds in self.steps[name]])
 
     def exposed(self, name: str) -> Spread:
         """Seconds of the step beyond its computation."""
@@ -130,7 +150,7 @@ def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, 
     like = "nccl" if cell.device == STREAMS else "collective"
     network = Network(bandwidth, latency=LATENCY, hop_latency=HOP_LATENCY, like=like)  # type: ignore[arg-type]
     costs = [_on(network, cost, cell.ranks) for cost in costs]
-    result = Measured(step_bound(keep_last(costs)), costs, network, {}, {})
+    result = Measured(costs, network, {}, {}, resident=0 if cell.units else costs[0].nbytes)
     with _fabric(cell, network) as fabric:
         known = {system.name: system for system in systems}
 
@@ -147,7 +167,6 @@ def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, 
     if not cell.units:  # the units' computation adds up to what the plain model took in the same rounds
         factor = spread(result.steps.pop(PLAIN)).median / computation
         result.costs = [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in costs]
-        result.bound = step_bound(keep_last(result.costs))
     return result
 
 

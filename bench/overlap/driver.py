@@ -1,8 +1,7 @@
 """How much communication overlaps with computation: fullshard, FSDP2 and FSDP1 on a modelled network.
 
-One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, the largest of four lower
-bounds: computation alone, the link alone, first gather + computation + last reduction, and the schedule that gathers
-one unit ahead (``bound.py``). What it takes beyond its computation is *exposed*.
+One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, which no schedule with
+the same memory undercuts, and beside what fullshard's schedule takes (``bound.py``).
 
 ``host``: as on CPU ranks, where what waits blocks. FSDP1 and FSDP2 overlap by streams, and on CPU these do nothing, so
 that each of their collectives blocks. ``streams``: with streams that keep time, as on an accelerator; see
@@ -21,15 +20,16 @@ import torch
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
-from bench.overlap.bound import Window, keep_last, step_bound
 from bench.overlap.cells import CLOCKS, HOST, STREAMS, Cell, Measured, even_units, measure, uneven_units
 from bench.overlap.systems import SYSTEMS, System, UnitShape
+from bench.statistics import spread
 
 EVEN, UNEVEN, REAL = "even", "uneven", "GPT"
 TITLE = "Overlap"
 UNITS: Mapping[str, tuple[UnitShape, ...]] = {EVEN: even_units(), UNEVEN: uneven_units(), REAL: ()}
 AHEAD_RANKS = 64
 AHEAD = tuple(system for system in SYSTEMS if system.depth is not None or system.name == "fullshard")
+SHOWN = ("FSDP1 PRE", "FSDP2", "fullshard")  # in the plot
 REAL_SYSTEMS = ("fullshard", "fullshard, none ahead", "fullshard-wrapper PRE", "FSDP2", "FSDP2, async op", "FSDP1 PRE")
 Results = dict[Cell, Measured]
 
@@ -72,50 +72,37 @@ def measured_cells(
 
 # ------------------------------------------------------------------------------------------------------------ tables
 
+Stored = Sequence[Mapping[str, Any]]  # cells, as they are stored
 
-def table(results: Results, *, exposed: bool = False) -> str:
-    """One row per contestant, one column per cell: T / T_LB, or the exposed milliseconds."""
-    names = list(dict.fromkeys(name for measured in results.values() for name in measured.steps))
-    header = ["", *(f"N={cell.ranks}, {cell.ratio:g}" for cell in results)]
 
-    def figure(measured: Measured, name: str) -> str:
-        if name not in measured.steps:
-            return "-"
-        if exposed:
-            return f"{1e3 * measured.exposed(name).median:.0f}"
-        return f"{measured.over_bound(name).median:.3f}"
-
-    rows = [[name, *(figure(measured, name) for measured in results.values())] for name in names]
-    first = "T_LB, ms" if not exposed else "LB3 - LB1, ms"
-    bounds = [m.bound.seconds if not exposed else m.bound.chain - m.bound.computation for m in results.values()]
-    rows.append([first, *(f"{1e3 * bound:.0f}" for bound in bounds)])
+def table(cells: Stored) -> str:
+    """One row per contestant, one column per cell: T / T_LB."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell["contestants"]))
+    header = ["", *(f"N={cell['ranks']}, {cell['link_over_computation']:g}" for cell in cells)]
+    rows = [[name, *(report.cell(_over_bound(cell, name), ".3f") for cell in cells)] for name in names]
+    bounds = {"T_LB, ms": ("bound_seconds", "least"), "one unit ahead, ms": ("scheduled_seconds",)}
+    for label, keys in bounds.items():
+        rows.append([label, *(report.cell(report.value_under(cell, keys), ".0f", 1e3) for cell in cells)])
     return report.markdown_table(header, rows)
 
 
-def ahead_table(results: Results) -> str:
-    """What gathering ahead gains, as the schedule predicts it and as measured; both over T_LB."""
-    header = ["units ahead, reductions", "gathered at once"]
-    header += [f"{cell.model}, {cell.device}, {cell.ratio:g}" for cell in results]
-    rows = []
-    for system in sorted(AHEAD, key=lambda s: (1 if s.depth is None else s.depth, s.reductions or 1)):
-        depth, reductions = 1 if system.depth is None else system.depth, system.reductions or 1
-        row = [f"{depth}, {reductions}", ""]
-        for measured in results.values():
-            if system.name not in measured.steps:
-                row.append("-")
-                continue
-            predicted, memory = prediction(measured, depth, reductions)
-            row[1] = f"{memory:.0%}"
-            row.append(f"{predicted / measured.bound.seconds:.3f} / {measured.over_bound(system.name).median:.3f}")
-        rows.append(row)
-    return report.markdown_table(header, rows)
+def _over_bound(cell: Mapping[str, Any], name: str) -> Any:
+    return report.value_under(cell, ("contestants", name, "over_bound", "median"))
 
 
-def prediction(measured: Measured, depth: int, reductions: int = 1) -> tuple[float, float]:
-    """Seconds of a step with so many of the largest units ahead, and how much of the model is gathered then."""
-    window = Window(depth, depth * max(cost.nbytes for cost in measured.costs), reductions)
-    bound = step_bound(keep_last(measured.costs, window), window)
-    return bound.schedule, bound.memory / sum(cost.nbytes for cost in measured.costs)
+def ahead_table(cells: Stored) -> str:
+    """What gathering ahead gains, as the schedule predicts it and as measured; both over one unit ahead."""
+    header = ["units ahead, reductions"]
+    header += [f"{cell['model']}, {cell['device']}, {cell['link_over_computation']:g}" for cell in cells]
+    rows: dict[str, list[str]] = {}
+    for number, cell in enumerate(cells):
+        for name, each in sorted(cell["predicted"].items(), key=lambda item: item[1]["order"]):
+            row = rows.setdefault(f"{each['order'][0]}, {each['order'][1]}", ["-"] * len(cells))
+            measured = report.value_under(cell, ("contestants", name, "step_seconds"))
+            if measured:
+                alone = cell["scheduled_seconds"]
+                row[number] = f"{each['seconds'] / alone:.3f} / {spread(measured).median / alone:.3f}"
+    return report.markdown_table(header, [[label, *row] for label, row in rows.items()])
 
 
 def as_json(results: Results) -> list[dict[str, Any]]:
@@ -128,7 +115,17 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             "link_over_computation": cell.ratio,
             "clock": cell.clock,
             "network": asdict(measured.network),
-            "bound_seconds": {**asdict(measured.bound), "largest": measured.bound.seconds},
+            "bound_seconds": {
+                "computation": measured.bound.computation,
+                "link": measured.bound.link,
+                "least": measured.bound.seconds,
+            },
+            "scheduled_seconds": measured.scheduled(),
+            "predicted": {
+                system.name: {"order": order, "seconds": measured.scheduled(*order)}
+                for system in AHEAD
+                for order in [(1 if system.depth is None else system.depth, system.reductions or 1)]
+            },
             "units": [asdict(cost) for cost in measured.costs],
             "contestants": {
                 name: {
@@ -144,50 +141,52 @@ def as_json(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def paragraphs(results: Results, ahead: Results) -> list[str]:
+def paragraphs(result: Mapping[str, Any]) -> list[str]:
     """The tables with what a reader needs to know."""
+    cells: Stored = result["cells"]
     parts = [
-        "Step time / T_LB, the largest of four lower bounds (`bench/overlap/bound.py`) for a schedule that prefetches "
-        "one unit and keeps one unit unsharded between forward and backward. A schedule that prefetches more can be "
-        "below 1. Columns: number of ranks, and link time / computation at 8 ranks. Eight equal units, 10 ms forward "
-        "and 20 ms backward each; one link; a launch costs 20 us, and 5 us per level of a tree.",
+        "Step time / T_LB. T_LB is less than or equal to the time of any schedule that has at most two units' full "
+        "parameters at a time ([derivation](../design/modelled_network.md#lower-bound-of-a-step)). Last row: the "
+        "schedule that gathers one unit ahead and has one reduction in flight, if nothing else costs time. Columns: "
+        "number of ranks, and link time / computation at 8 ranks. Eight equal units, 10 ms forward and 20 ms backward "
+        "each; one link; a launch costs 20 us, and 5 us per level of a tree.",
     ]
     texts = {
         HOST: "As on CPU ranks. FSDP1 and FSDP2 overlap by streams, which do nothing there: their collectives block.",
         STREAMS: "With streams that keep time, as on an accelerator. FSDP1 has `forward_prefetch=True`.",
     }
     for device, text in texts.items():
-        some = {cell: m for cell, m in results.items() if (cell.device, cell.model) == (device, EVEN)}
-        if some:
-            parts += [text, table(some), "Exposed: milliseconds of the step beyond its computation.", ""]
-            parts += [table(some, exposed=True)]
-    real = {cell: m for cell, m in results.items() if cell.model == REAL}
+        some = [cell for cell in cells if (cell["device"], cell["model"]) == (device, EVEN)]
+        parts += [text, table(some)] if some else []
+    real = [cell for cell in cells if cell["model"] == REAL]
     if real:
         parts += [
             "A GPT of four blocks of width 256, 512 tokens, which really computes on the host. Its computation is the "
             "time of the plain model in the same rounds:",
             table(real),
         ]
-    if ahead:
+    if result["ahead"]:
         parts += [
             "The gain of prefetching more units (`set_prefetch_bytes`) and of more reductions in flight "
-            "(`set_reduce_scatter_max_input_buffers`): step time / T_LB, predicted / measured, without the time of the "
-            'host. "Uneven": two small units with much computation, then two units of three times their size with a '
-            "quarter of the computation, and so on.",
-            ahead_table(ahead),
+            "(`set_reduce_scatter_max_input_buffers`): step time / that of one unit ahead, predicted / measured, "
+            'without the time of the host. "Uneven": two small units with much computation, then two units of three '
+            "times their size with a quarter of the computation, and so on.",
+            ahead_table(result["ahead"]),
         ]
     return parts
 
 
-def curves(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
-    """Step time over the bound against link time over computation: a panel per device and number of ranks."""
-    found: dict[tuple[str, int], dict[str, dict[float, float]]] = {}
-    for cell in cells:
-        panel = found.setdefault((cell["device"], cell["ranks"]), {}) if cell["model"] == EVEN else {}
-        for name, entry in cell["contestants"].items():
-            panel.setdefault(name, {})[cell["link_over_computation"]] = entry["over_bound"]["median"]
+def panels(result: Mapping[str, Any]) -> list[report.Curves]:
+    """With streams: step time over the bound against link time over computation."""
+    lines: dict[str, dict[float, float]] = {}
+    for cell in result["cells"]:
+        if (cell["model"], cell["device"], cell["ranks"]) == (EVEN, STREAMS, AHEAD_RANKS):
+            for name in SHOWN:
+                found = _over_bound(cell, name)
+                if found is not None:
+                    lines.setdefault(name, {})[cell["link_over_computation"]] = found
     label = "link time / computation"
-    return [report.Curves(f"{d}, {n:,} ranks", lines, label, reference=1.0) for (d, n), lines in found.items()]
+    return [report.Curves(f"with streams, {AHEAD_RANKS} ranks: step / lower bound", lines, label, reference=1.0)]
 
 
 def run(options: Options) -> None:
@@ -199,7 +198,7 @@ def run(options: Options) -> None:
     found: Results = {}
     ahead: Results = {}
     if EVEN in options.what:
-        some = [system for system in systems if system.depth != 3 and system.reductions is None]
+        some = [system for system in systems if system.depth in (None, 0)]
         found |= measured_cells(EVEN, options.ranks, some, options, options.clock, options.rounds)
     if REAL in options.what:
         some = [system for system in systems if system.name in REAL_SYSTEMS]
@@ -208,11 +207,5 @@ def run(options: Options) -> None:
     if UNEVEN in options.what and some:
         for model in (EVEN, UNEVEN):  # without the host's own work, one step is like another
             ahead |= measured_cells(model, [AHEAD_RANKS], some, options, "none", 1)
-    report.publish(
-        options,
-        "overlap",
-        {"settings": options.settings, "cells": as_json(found), "ahead": as_json(ahead)},
-        paragraphs(found, ahead),
-        title=TITLE,
-        panels=curves(as_json(found)),
-    )
+    result = {"settings": options.settings, "cells": as_json(found), "ahead": as_json(ahead)}
+    report.publish(options, "overlap", result, paragraphs(result), title=TITLE, panels=panels(result))

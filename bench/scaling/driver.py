@@ -26,6 +26,7 @@ from bench.teams import Launch, ask_alone
 TITLE = "Host cost of one rank by ranks and by units"
 SYSTEMS = (FULLSHARD, WRAPPER, WRAPPER_FLAT, FSDP2, FSDP1)
 PHASES = {"init": "initialization", "first": "first step", "steady": "steady step"}
+SHOWN = (FSDP1, FSDP2, FULLSHARD)  # in the plot
 LONG, SHORT = 16_384, 1_024  # elements of a parameter where ranks vary, and where units do
 CHECKPOINTS = ((100, 8), (100, 128), (100, 1024), (10, 16384))  # units, ranks
 # Slopes that are growth, and not noise or the size of a message: beyond proportion in units, beyond none in ranks.
@@ -148,15 +149,11 @@ def checkpoint_table(found: Sequence[Mapping[str, Any]]) -> str:
     return report.table("ranks", rows, columns)
 
 
-def curves(costs: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
-    """A panel per phase, over ranks first and then over units, both axes logarithmic."""
-    panels = []
-    for over in LIMITS:
-        for phase, label in PHASES.items():
-            lines = {system: series(costs, system, phase, over) for system in dict.fromkeys(c["system"] for c in costs)}
-            milliseconds = {name: {n: 1e3 * cost for n, cost in line.items()} for name, line in lines.items() if line}
-            panels.append(report.Curves(f"{label}, CPU ms", milliseconds, over, logarithmic=True))
-    return panels
+def panels(costs: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
+    """A later step over ranks, both axes logarithmic: whether it grows."""
+    lines = {system: series(costs, system, "steady", "ranks") for system in SHOWN}
+    milliseconds = {name: {n: 1e3 * cost for n, cost in line.items()} for name, line in lines.items() if line}
+    return [report.Curves("a later step of 100 units, CPU ms", milliseconds, "ranks", logarithmic=True)]
 
 
 def paragraphs(result: Mapping[str, Any], settings: Options) -> list[str]:
@@ -208,4 +205,4 @@ def run(options: Options) -> None:
         outcome = asked("checkpoint", FULLSHARD, 4 * options.limit_s, units=units, ranks=ranks)
         saved.append({"units": units, "ranks": ranks, **outcome})
     result = {"settings": options.settings, "exponents": exponents(costs), "costs": costs, "checkpoints": saved}
-    report.publish(options, "scaling", result, paragraphs(result, options), title=TITLE, panels=curves(costs))
+    report.publish(options, "scaling", result, paragraphs(result, options), title=TITLE, panels=panels(costs))

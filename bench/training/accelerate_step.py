@@ -18,34 +18,32 @@ from typing import Any
 import torch
 
 from bench.command_line import UsageError, option
-from bench.contestants import FULLSHARD
+from bench.contestants import FSDP2, FULLSHARD, WITHOUT_OURS, set_allocator, with_setting
 from bench.models import GPT, next_token_loss
-from bench.report import column, mebibytes
-from bench.training import page, step, trainer
+from bench.report import column
+from bench.training import page, trainer
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark, Result
+from bench.training.page import FINAL_LOSS, MILLISECONDS, NOTES, Benchmark, Result, memory_columns
 from bench.worker import join_group
 
 CLIP = 1.0  # largest norm of the gradients
-# FSDP2 and fullshard; each also with the other's way of keeping freed memory.
-TAKING_PART = ("fsdp2", "fsdp2+malloc", "fullshard", "fullshard-malloc")
+TAKING_PART = (*with_setting((FSDP2,)), FULLSHARD, f"{FULLSHARD}{WITHOUT_OURS}")
 
 
 def notes(results: Mapping[str, Result]) -> list[str]:
     """What accelerate it was."""
     versions = {result["accelerate"] for result in results.values()}
-    return [f"Gradients clipped. accelerate {', '.join(versions)}, FSDP version 2, a unit per block."]
+    return [*NOTES, f"Gradients clipped. accelerate {', '.join(versions)}, FSDP version 2, a unit per block."]
 
 
 BENCHMARK = Benchmark(
     name="accelerate_step",
-    measurements=(Measurement("step", "a training step in fp32", TAKING_PART, blocks=step.BLOCKS),),
+    measurements=(Measurement("step", "a training step in fp32", TAKING_PART),),
     columns=(
         MILLISECONDS,
         column("step / FSDP2", "time_ratio_to_fsdp2"),
-        column("step / FSDP2 keeping freed memory", "time_ratio_to_better_peer_keeping_memory"),
-        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        column("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
+        column("step / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
+        *memory_columns("FSDP2", "_to_fsdp2"),
         FINAL_LOSS,
     ),
     title="A step through accelerate",
@@ -96,6 +94,7 @@ class Trainer(trainer.Trainer):
 
     def build(self) -> None:
         model = GPT(self.shape)
+        set_allocator(self.assignment.contestant)
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.assignment.learning_rate)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         ours = any(base.__module__.startswith("fullshard") for base in type(self.model).__mro__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import resident_memory
 from bench.command_line import Options, UsageError
-from bench.contestants import CONTESTANTS, UNSHARDED, Contestant
+from bench.contestants import CONTESTANTS, UNSHARDED, WITH_OURS, Contestant
 from bench.models import GPTShape
 from bench.statistics import largest_difference, paired_spread, round_medians, spread, turn_order
 from bench.teams import Launch, Teams
@@ -57,8 +57,8 @@ class Measurement:
     title: str
     contestants: tuple[str | Contestant, ...]
     optional: tuple[str | Contestant, ...] = ()
-    # Compute-heavy, and dominated by parameters.
-    blocks: Mapping[int, int] = field(default_factory=lambda: {512: 6, 1024: 8})
+    # Compute-heavy, and dominated by parameters. With more blocks of width 1024, not all contestants fit into 24 GiB.
+    blocks: Mapping[int, int] = field(default_factory=lambda: {512: 6, 1024: 4})
     tokens: Mapping[int, int] = field(default_factory=lambda: {512: 256, 1024: 64})
     ranks: int = 2
     microbatches: int = 1
@@ -118,7 +118,13 @@ class Settings:
 @dataclass
 class Record:
     """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank; and per round
-    what a rank used per step, on average: page faults without input or output, and processor time of all threads."""
+    what a rank used per step, on average: page faults without input or output, and processor time of all threads.
+
+    [Note: Two kinds of memory]
+    *Counted* is the peak of the bytes of all live tensors in one step, from a record of every allocation and free: what
+    the system needs, and what carries over to another allocator. *Resident* is what the kernel gave the process. The
+    difference is heap slack: freed blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.
+    """
 
     losses: list[float]
     seconds: list[list[float]]
@@ -128,6 +134,11 @@ class Record:
     def largest(self, field: str) -> int | None:
         values = [rank.get(field) for rank in self.memory]
         return max(v for v in values if v is not None) if None not in values and values else None
+
+    @property
+    def counted(self) -> int | None:
+        """See [Note: Two kinds of memory]; of the rank that needs most."""
+        return self.largest("counted")
 
     @property
     def peak(self) -> int | None:
@@ -181,7 +192,7 @@ def compete(
         for contestant in contestants:
             teams.start(Launch.of(contestant, trainer, Path(folder), contestant=asdict(contestant), **told))
         for name in list(teams.alive):
-            answers = teams.ask(name, "run", steps=settings.warmup_steps)
+            answers = teams.ask(name, "warm_up", steps=settings.warmup_steps)
             if answers is not None:
                 records[name] = Record(_by_step(answers, "losses", statistics.fmean), [], [])
         for index in range(settings.rounds):
@@ -226,18 +237,23 @@ def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None
 
 
 def by_fsdp2(_: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
-    """Measure everybody by FSDP2, and by the better one of it and FSDP1; without those that did not run."""
+    """Measure everybody by FSDP2, and by the better one of it and FSDP1; the same with fullshard's setting of malloc.
+
+    Without those that did not run.
+    """
     found = {
         "_to_fsdp2": faster_of(("fsdp2",), records),
         "_to_better_peer": faster_of(("fsdp1", "fsdp2"), records),
-        "_to_better_peer_keeping_memory": faster_of(("fsdp1+malloc", "fsdp2+malloc"), records),
+        "_to_fsdp2_with_our_malloc": faster_of((f"fsdp2{WITH_OURS}",), records),
+        "_to_better_peer_with_our_malloc": faster_of((f"fsdp1{WITH_OURS}", f"fsdp2{WITH_OURS}"), records),
     }
     return {end: name for end, name in found.items() if name is not None}
 
 
 def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
-    """Measure a contestant by its own peer, if that ran."""
-    return {"": contestant.peer} if contestant.peer in records else {}
+    """Measure a contestant by its own peer, and by this one with fullshard's setting of malloc, if they ran."""
+    found = {"": contestant.peer, "_with_our_malloc": f"{contestant.peer}{WITH_OURS}"}
+    return {end: name for end, name in found.items() if name in records}
 
 
 def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
@@ -252,6 +268,7 @@ def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[st
         entry: dict[str, Any] = {
             "median_step_seconds": spread([s for turn in record.seconds for s in turn]).median,
             "final_loss": record.losses[-1],
+            "counted_bytes": record.counted,
             "peak_bytes": record.peak,
             "peak_over_baseline_bytes": record.peak_over_baseline,
             "sent_bytes_per_step": record.sent,
@@ -277,7 +294,7 @@ def _compared(record: Record, base: Record) -> dict[str, Any]:
     }
     if record.processor_seconds and base.processor_seconds:
         ratios["processor_ratio"] = paired_spread(record.processor_seconds, base.processor_seconds).as_json()
-    for figure in ("peak", "peak_over_baseline", "sent"):
+    for figure in ("counted", "peak", "peak_over_baseline", "sent"):
         mine, theirs = getattr(record, figure), getattr(base, figure)
         ratios[f"{figure}_ratio"] = mine / theirs if mine is not None and theirs else None
     return ratios

@@ -12,21 +12,18 @@ all modes at a width on this kind of machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.contestants import BF16, HSDP, OFFLOAD
-from bench.report import column, mebibytes, verdict
+from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, OFFLOAD, WITHOUT_OURS, with_setting
+from bench.report import column, mebibytes
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark, Result
+from bench.training.page import FINAL_LOSS, MILLISECONDS, NOTES, Benchmark, memory_columns
 
 ACCUMULATION = "accumulation"
-NAMES, ALLOCATORS = ("fsdp2", "fullshard"), ("fsdp2+malloc", "fullshard-malloc")
-# What fullshard's step may take of the better peer's, and its peak over baseline of FSDP2's.
-STEP_TARGETS = {512: 0.80, 1024: 0.70}
-MEMORY_TARGET = 0.75
+OURS = (FULLSHARD, f"{FULLSHARD}{WITHOUT_OURS}")
+NAMES = (*with_setting((FSDP2,)), *OURS)
 
 # Batches are those of the step, smaller where compute would hide the exchange: forward, backward and optimizer
 # alone, without sharding, take at most three fifths of FSDP2's step at width 512 and under a third at 1024, on a CPU
@@ -34,35 +31,18 @@ MEMORY_TARGET = 0.75
 # not, bf16 would measure mostly the emulation. HSDP halves them because two ranks share a core. The tolerance of
 # losses is that of fp32 in all modes: reductions of two summands and divisions by powers of two round alike.
 MODES = (
-    Measurement(BF16, "parameters gathered in bf16, gradients reduced in fp32", NAMES, ALLOCATORS),
-    Measurement(
-        HSDP, "mesh (2, 2) of replicate and shard axis", NAMES, ALLOCATORS, tokens={512: 128, 1024: 32}, ranks=4
-    ),
+    Measurement(BF16, "parameters gathered in bf16, gradients reduced in fp32", NAMES),
+    Measurement(HSDP, "mesh (2, 2) of replicate and shard axis", NAMES, tokens={512: 128, 1024: 32}, ranks=4),
     Measurement(
         ACCUMULATION,
         "gradients exchanged in the last microbatch only",
-        ("fsdp1", *NAMES),
-        ALLOCATORS,
+        (*with_setting((FSDP1, FSDP2)), *OURS),
         tokens={512: 64, 1024: 64},
         microbatches=8,
         steps_per_round=1,
     ),
-    Measurement(OFFLOAD, "CPU offload policy, not pinned", NAMES, ALLOCATORS),
+    Measurement(OFFLOAD, "CPU offload policy, not pinned", NAMES),
 )
-
-
-def verdicts(results: Mapping[str, Result]) -> Iterator[str]:
-    """Per mode that fullshard ran at a width with targets: its ratios, and whether they meet them."""
-    for mode, result in results.items():
-        entry = result["contestants"].get("fullshard", {})
-        target = STEP_TARGETS.get(result["settings"]["width"])
-        step, memory = entry.get("time_ratio_to_better_peer"), entry.get("peak_over_baseline_ratio_to_fsdp2")
-        if target is None or step is None:
-            continue
-        figures = [verdict("step", step["median"], target)]
-        if memory is not None:
-            figures.append(verdict("peak over baseline", memory, MEMORY_TARGET))
-        yield f"{mode}: {', '.join(figures)}"
 
 
 BENCHMARK = Benchmark(
@@ -71,21 +51,16 @@ BENCHMARK = Benchmark(
     columns=(
         MILLISECONDS,
         column("step / FSDP2", "time_ratio_to_fsdp2"),
-        column("step / better of FSDP1, FSDP2", "time_ratio_to_better_peer"),
-        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        column("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
-        mebibytes("peak, MiB", "peak_bytes"),
-        column("/ FSDP2", "peak_ratio_to_fsdp2"),
+        column("step / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
+        *memory_columns("FSDP2", "_to_fsdp2"),
         mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
         column("/ FSDP2", "sent_ratio_to_fsdp2"),
         FINAL_LOSS,
     ),
-    panels={
-        "step time / FSDP2": "time_ratio_to_fsdp2",
-        "peak memory over baseline / FSDP2": "peak_over_baseline_ratio_to_fsdp2",
-    },
+    panel=("step time / FSDP2", "time_ratio_to_fsdp2"),
+    shown=(FULLSHARD,),
     title="The modes",
-    verdicts=verdicts,
+    notes=lambda results: NOTES,
 )
 
 

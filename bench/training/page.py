@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import report
 from bench.contestants import Contestant
-from bench.environment import Environment, current_environment
-from bench.report import Column, column
+from bench.environment import Environment
+from bench.report import Column, column, mebibytes
+from bench.stored import Results, Source, common_source, newest, oddness
 from bench.training.contest import (
     LOSS_TOLERANCE,
     Measurement,
@@ -29,6 +29,27 @@ from bench.training.contest import (
 Result = Mapping[str, Any]  # of one measurement, as it is stored
 
 MILLISECONDS = column("step, ms", "median_step_seconds", spec=".0f", scale=1e3)
+# What a reader of a table of steps has to know about its rows and its columns of memory.
+NOTES = (
+    "*x, fullshard's malloc setting*: the peer in processes that call fullshard's `keep_freed_memory` just before they "
+    "shard, which fullshard does by itself. *fullshard, glibc's default malloc*: fullshard without it "
+    "(`FULLSHARD_KEEP_FREED_MEMORY=0`).",
+    "*Counted*: the most bytes of live tensors at a time, from a record of every allocation in one step. *Resident*: "
+    "what the kernel gave the process, beyond what it held before it built its model. The difference is heap slack: "
+    "freed blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.",
+)
+
+
+def memory_columns(peer: str, end: str) -> tuple[Column, ...]:
+    """What was counted before what is resident, each with its ratio to the peer's. ``end``: of the ratios' names."""
+    return (
+        mebibytes("counted peak, MiB", "counted_bytes"),
+        column(f"/ {peer}", f"counted_ratio{end}"),
+        mebibytes("resident peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column(f"/ {peer}", f"peak_over_baseline_ratio{end}"),
+    )
+
+
 FINAL_LOSS = column("final loss", "final_loss", spec=".6f")
 
 
@@ -40,10 +61,10 @@ class Benchmark:
         name: Of the files and of the block.
         measurements: In the order of the page.
         columns: Of the table.
-        panels: Of the plot: title -> key of an entry.
+        panel: Of the plot: its title, and the key of an entry.
+        shown: Contestants in the plot.
         title: Of the plot, without the width.
         references: Whom a contestant is measured by, of those that ran.
-        verdicts: Figures beside their targets.
         notes: More paragraphs.
         trainer: The module of a rank.
         figures: More of the JSON.
@@ -53,9 +74,9 @@ class Benchmark:
     measurements: Sequence[Measurement]
     columns: Sequence[Column]
     title: str
-    panels: Mapping[str, str] = field(default_factory=dict)
+    panel: tuple[str, str] | None = None
+    shown: Sequence[str] = ()
     references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = by_fsdp2
-    verdicts: Callable[[Mapping[str, Result]], Iterable[str]] = lambda results: ()
     notes: Callable[[Mapping[str, Result]], Sequence[str]] = lambda results: ()
     trainer: str = "bench.training.trainer"
     figures: Callable[[], Mapping[str, object]] = dict
@@ -123,33 +144,43 @@ def _measure(
 # ------------------------------------------------------------------ the page
 
 
-def latest_results(benchmark: Benchmark, folder: Path, width: int, machine: str) -> dict[str, Result]:
-    """The stored results of a width on this kind of machine, those with agreeing losses, by measurement."""
-    found = {}
-    for what in benchmark.by_name:
-        parts = "_".join(map(str, benchmark.parts(what, width)))
-        path = folder / f"{benchmark.name}_{parts}_{machine}.json"
-        if path.exists():
-            found[what] = json.loads(path.read_text(encoding="utf-8"))
-    return {what: each for what, each in found.items() if each["contestants"] and not each["losses_that_disagree"]}
+def latest_results(benchmark: Benchmark, results: Results, width: int) -> dict[str, Result]:
+    """The newest results of a width by measurement."""
+    names = {what: f"{benchmark.name}_{'_'.join(map(str, benchmark.parts(what, width)))}" for what in benchmark.by_name}
+    found = {what: results[name].result for what, name in names.items() if name in results}
+    return {what: each for what, each in found.items() if each["contestants"]}
+
+
+def widths(benchmark: Benchmark, results: Results) -> list[int]:
+    """Those that were measured."""
+    mine = [each.result for each in results.values() if each.result["benchmark"] == benchmark.name]
+    found = {result["settings"]["width"] for result in mine}
+    return sorted(width for width in found if latest_results(benchmark, results, width))
 
 
 def _write_page(benchmark: Benchmark, width: int, options: TrainingOptions) -> None:
-    machine = current_environment().name
-    results = latest_results(benchmark, options.results, width, machine)
+    stored = newest(options.results)
+    results = latest_results(benchmark, stored, width)
     if not results:
         print("no times are reported: losses disagree, or nobody ran")
         return
-    image, title = draw(benchmark, results, options.results, width, machine)
-    report.write_page(options, f"{benchmark.name}:{width}", paragraphs(benchmark, results), image, title)
+    image, title = draw(benchmark, results, options.results, width)
+    told = paragraphs(benchmark, results, common_source(stored))
+    report.write_page(options, f"{benchmark.name}:{width}", told, image, title)
 
 
-def draw(
-    benchmark: Benchmark, results: Mapping[str, Result], folder: Path, width: int, machine: str
-) -> tuple[Path | None, str]:
-    """Plot what was measured at a width on a kind of machine. The file, and the title."""
+def draw(benchmark: Benchmark, results: Mapping[str, Result], folder: Path, width: int) -> tuple[Path | None, str]:
+    """Plot what was measured at a width. The file, and the title."""
+    machine = Environment(**next(iter(results.values()))["environment"]).name
     title = f"{benchmark.title} at width {width}"
-    panels = report.bars(_entries(benchmark, results), {each: (key,) for each, key in benchmark.panels.items()})
+    alone = len(benchmark.shown) == 1  # whose name is that of the plot then
+    entries = {
+        what.replace("_", " ") if alone else benchmark.label(what, name): result["contestants"][name]
+        for what, result in results.items()
+        for name in benchmark.shown
+        if name in result["contestants"]
+    }
+    panels = report.bars(entries, {benchmark.panel[0]: (benchmark.panel[1],)}) if benchmark.panel else ()
     return report.plot(folder / f"{benchmark.name}_{width}_{machine}.png", title, panels), title
 
 
@@ -169,19 +200,20 @@ def table(benchmark: Benchmark, results: Mapping[str, Result]) -> str:
     return report.table(first, _entries(benchmark, results), benchmark.columns, failures)
 
 
-def paragraphs(benchmark: Benchmark, results: Mapping[str, Result]) -> list[str]:
-    """What stands between the markers of one width, but for the plot."""
+def paragraphs(benchmark: Benchmark, results: Mapping[str, Result], common: Source | None) -> list[str]:
+    """What stands between the markers of one width, but for the plot. ``common``: the source of most results."""
     settings = {what: result["settings"] for what, result in results.items()}
     threads = " or ".join(sorted({str(each["threads"]) for each in settings.values()}))
     shapes = "; ".join(_shape_text(benchmark.by_name[what], each) for what, each in settings.items())
     provenances: dict[str, list[str]] = {}
     for what, result in results.items():
-        provenances.setdefault(report.provenance(Environment(**result["environment"])), []).append(what)
+        environment = Environment(**result["environment"])
+        odd = oddness(Source(environment.commit, environment.cpu), common)
+        provenances.setdefault(report.provenance(environment, odd), []).append(what)
     width = next(iter(settings.values()))["width"]
     return [
         f"GPT of width {width}, AdamW, threads per rank: {threads}. {shapes}.",
         table(benchmark, results),
-        *report.against_targets(benchmark.verdicts(results)),
         *benchmark.notes(results),
         *(f"`{what}`: {line}" for what, each in results.items() for line in report.could_not_run(each["not_run"])),
         *(line if len(provenances) == 1 else f"`{', '.join(whats)}`: {line}" for line, whats in provenances.items()),

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from bench import resident_memory
-from bench.contestants import BF16, FP32, HSDP, OFFLOAD, Contestant, distribute, prepare
+from bench.contestants import BF16, FP32, HSDP, OFFLOAD, Contestant, distribute, prepare, set_allocator
+from bench.memory_limit.ledger import Ledger, range_of, recorded
+from bench.memory_limit.reading import MEASURED
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.worker import join_group, load_training_code
 
@@ -62,6 +64,9 @@ class Trainer:
     model: Any
     optimizer: Any
     step: int
+    _recording: contextlib.ExitStack  # of the ledger, until the warm-up is over
+    _ledger: Ledger
+    _counted: dict[str, int]
     _sent_before_first_step: int | None
     _peak_of_summons: int | None
 
@@ -71,13 +76,12 @@ class Trainer:
         self.step, self._peak_of_summons = 0, None
         self.prepare()
         load_training_code()
+        with recorded():  # whose first use needs memory too
+            pass
         self.baseline = resident_memory.now()
         torch.manual_seed(0)
-        if assignment.contestant.kept:
-            from fullshard.allocator import keep_freed_memory
-
-            if not keep_freed_memory(assignment.contestant.kept << 20):
-                raise RuntimeError("the allocator does not take the setting")
+        self._recording = contextlib.ExitStack()
+        self._ledger = self._recording.enter_context(recorded())
         self.build()
         resident_memory.forget_freed()
         self._sent_before_first_step = bytes_sent()
@@ -91,11 +95,31 @@ class Trainer:
         """Make the sharded model and its optimizer."""
         contestant, what = self.assignment.contestant, self.assignment.what
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
-        cpu = torch.device("cpu")
-        self.model = distribute(contestant.system, GPT(self.shape), Block, cpu, mode, prefetch=contestant.prefetch)
+        cpu, model = torch.device("cpu"), GPT(self.shape)
+        set_allocator(contestant)
+        self.model = distribute(contestant.system, model, Block, cpu, mode, prefetch=contestant.prefetch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
 
-    def run(self, steps: int) -> dict[str, object]:
+    def warm_up(self, steps: int) -> dict[str, object]:
+        """Train ``steps`` steps with every allocation recorded, of which the last is counted, and then one more.
+
+        The recording and what the allocator held for it are gone before that one, so that neither counts later.
+        """
+        losses = [loss for _ in range(steps - 1) for loss in self.run(1)["losses"]]
+        with range_of(MEASURED):
+            losses += self.run(1)["losses"]
+        self._recording.close()
+        span = self._ledger.span(MEASURED)
+        self._counted = {
+            "counted": self._ledger.peak(span.begin, span.end)[1],
+            "counted_resting": self._ledger.peak(span.begin, span.begin)[1],
+        }
+        del self._ledger
+        resident_memory.forget_freed()
+        self._peak_of_summons = None
+        return {"losses": [*losses, *self.run(1)["losses"]]}
+
+    def run(self, steps: int) -> dict[str, Any]:
         """Train ``steps`` steps; or train one, whose time does not count, and summon so often."""
         if self.summons:
             _, loss = self.train()
@@ -152,10 +176,11 @@ class Trainer:
         return seconds
 
     def memory(self) -> dict[str, object]:
-        """Resident memory in bytes, and what a training step sent, warm-up included."""
+        """Bytes: of tensors as they were counted in one step, resident, and sent in a step on average."""
         sent, before = bytes_sent(), self._sent_before_first_step
         known = not self.summons and sent is not None and before is not None
         return {
+            **self._counted,
             "baseline": self.baseline,
             "peak": self._peak_of_summons if self.summons else resident_memory.peak(),
             "resting": resident_memory.now(),

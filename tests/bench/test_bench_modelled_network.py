@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,15 +195,12 @@ _units = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(_units, st.integers(0, 4))
-def test_bounds(units: list[UnitCosts], depth: int) -> None:
-    """One ahead takes the sum over units of the larger of computation and link; no schedule is below the other bounds;
-    a window in bytes is one in units where all are equal."""
-    bound = step_bound(units, Window(depth))
-    assert bound.seconds == bound.schedule >= max(bound.computation, bound.link - 1e-9, bound.chain - 1e-9)
+@given(_units)
+def test_the_schedule_of_one_unit_ahead(units: list[UnitCosts]) -> None:
+    """The sum over units of the larger of computation and link; a window in bytes is one in units of equal ones."""
     equal = [units[0]] * len(units)
-    some, same = Window(depth), Window(nbytes=depth * units[0].nbytes)
-    assert step_bound(keep_last(equal, some), some) == step_bound(keep_last(equal, same), same)
+    some, same = Window(2), Window(nbytes=2 * units[0].nbytes)
+    assert scheduled_seconds(keep_last(equal, some), some) == scheduled_seconds(keep_last(equal, same), same)
     units = keep_last(units)
     forward = units[0].gather + sum(max(unit.forward, after.gather) for unit, after in itertools.pairwise(units))
     order = units[::-1]
@@ -215,14 +213,77 @@ def test_bounds(units: list[UnitCosts], depth: int) -> None:
     assert scheduled_seconds(units, Window(1)) == pytest.approx(expected)
 
 
+def some_schedule(units: list[UnitCosts], limit: int, choices: random.Random) -> float:
+    """Seconds of a schedule that gathers ahead, drops units and delays reductions as ``choices`` say."""
+    link = now = room_since = 0.0
+    arrived: dict[int, float] = {}  # of what is gathered or on its way
+    pending: list[tuple[float, float]] = []  # reductions: when they can begin, and how long they take
+    order = [*range(len(units)), *reversed(range(len(units)))]
+
+    def gather(index: int) -> None:
+        nonlocal link
+        while pending and choices.random() < 0.3:
+            ready, seconds = pending.pop(choices.randrange(len(pending)))
+            link = max(link, ready) + seconds
+        link = arrived[index] = max(link, room_since) + units[index].gather
+
+    def held() -> int:
+        return sum(units[index].nbytes for index in arrived)
+
+    for place, index in enumerate(order):
+        ahead = [each for each in order[place:] if each not in arrived]
+        if index not in arrived:
+            for other in choices.sample(sorted(arrived), len(arrived)):
+                if held() + units[index].nbytes > limit:
+                    del arrived[other]
+                    room_since = now
+            gather(index)
+        for other in dict.fromkeys(ahead):
+            if other not in arrived and held() + units[other].nbytes <= limit and choices.random() < 0.7:
+                gather(other)
+        backward = place >= len(units)
+        now = max(now, arrived[index]) + (units[index].backward if backward else units[index].forward)
+        if backward:
+            pending.append((now, units[index].reduce))
+        if choices.random() < 0.5 or backward:
+            del arrived[index]
+            room_since = now
+    for ready, seconds in sorted(pending):
+        link = max(link, ready) + seconds
+    return max(now, link)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_units, st.integers(0, 30), st.randoms(use_true_random=False))
+def test_no_schedule_is_faster_than_the_bound(units: list[UnitCosts], more: int, choices: random.Random) -> None:
+    """Whatever it does within its memory, and without a limit; more memory never raises the bound."""
+    limit = max(unit.nbytes for unit in units) + more
+    bound, free = step_bound(units, limit), step_bound(units)
+    assert free.seconds - 1e-9 <= bound.seconds <= some_schedule(units, limit, choices) + 1e-9
+    assert bound.seconds >= max(bound.computation, bound.link)
+    assert bound.seconds >= units[0].gather + bound.computation + units[0].reduce - 1e-9
+    assert step_bound(units, limit + 3).seconds <= bound.seconds + 1e-9
+    with pytest.raises(ValueError, match="less than the largest unit"):
+        step_bound(units, 0)
+
+
+def test_the_bound_is_reached() -> None:
+    """By hand: two units of one byte, memory for one: every message but the regather of the last is on the way."""
+    units = [UnitCosts(1.0, 2.0, 3.0, 3.0, 4.0, 1)] * 2
+    # g1 f1 g2 f2 b2 g1 b1 s1, s2 beside the end; with room for both, nothing is gathered again.
+    assert step_bound(units, 1).seconds == 3 + 1 + 3 + 1 + 2 + 3 + 4 + 4
+    assert step_bound(units, 2).seconds == 3 + 3 + 1 + 2 + 4 + 4
+
+
 @pytest.mark.parametrize(("device", "ranks", "ratio"), [("streams", 8, 0.3), ("host", 1024, 1.0), ("streams", 64, 3.0)])
-def test_one_unit_ahead_is_within_five_per_cent_of_the_bound(device: str, ranks: int, ratio: float) -> None:
-    """What the schedule takes, the host's own work left out; nothing ahead is far above."""
-    systems = [BY_NAME["fullshard"], BY_NAME["fullshard, none ahead"]]
-    measured = measure(Cell("even", even_units(5), device, ranks, ratio, "none"), systems, rounds=1, warmup=1)
+def test_nobody_undercuts_the_bound_and_we_are_near_it(device: str, ranks: int, ratio: float) -> None:
+    """What schedules take, the host's own work left out; nothing ahead is far above."""
+    measured = measure(Cell("even", even_units(5), device, ranks, ratio, "none"), SYSTEMS, rounds=1, warmup=1)
     assert not measured.failures
-    assert measured.over_bound("fullshard").median <= 1.05
-    assert measured.over_bound("fullshard, none ahead").median >= 1.2
+    over = {system.name: measured.over_bound(system.name).median for system in SYSTEMS}
+    assert min(over.values()) >= 1 - 1e-9
+    assert over["fullshard"] <= 1.06 and over["fullshard, none ahead"] >= 1.2
+    assert measured.scheduled() == pytest.approx(measured.steps["fullshard"][0], rel=0.01)
 
 
 @pytest.mark.parametrize("device", ["host", "streams"])
@@ -230,15 +291,14 @@ def test_more_ahead_gains_what_the_schedule_predicts(device: str) -> None:
     """Two units ahead and two reductions in flight: a fifth less than one of each, where units are uneven."""
     system = BY_NAME["fullshard, 2 ahead, 2 reductions"]
     measured = measure(Cell("uneven", uneven_units(), device, 64, 1.0, "none"), [system], rounds=1, warmup=1)
-    window = Window(nbytes=2 * max(cost.nbytes for cost in measured.costs), reductions=2)
-    predicted = step_bound(keep_last(measured.costs, window), window).schedule
-    assert predicted < 0.8 * measured.bound.seconds
+    predicted = measured.scheduled(2, 2)
+    assert predicted < 0.8 * measured.scheduled() and measured.over_bound(system.name).median >= 1 - 1e-9
     assert measured.steps[system.name] == pytest.approx([predicted], rel=0.01)
 
 
 def test_overlap(tmp_path: Path) -> None:
     """The benchmark: FSDP2 and FSDP1 block on a CPU host; with streams that keep time they overlap as ours do."""
-    options = "--ranks 8 --ratio 1 --what even --rounds 1 --clock none --only fullshard --only FSDP2 --only"
+    options = "--ranks 64 --ratio 1 --what even --rounds 1 --clock none --only fullshard --only FSDP2 --only"
     page, stored = run_small(tmp_path, "overlap", options, "FSDP1 PRE")
     over = {
         (cell["device"], name): entry["over_bound"]["median"]

@@ -6,12 +6,13 @@ import json
 import math
 import shutil
 import socket
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.command_line import Options
-from bench.environment import REPOSITORY, current_environment, slug
-from bench.memory_limit import driver as memory_limit
+from bench.command_line import RESULTS, Options, UsageError
+from bench.environment import REPOSITORY, Environment, current_environment, slug
 from bench.statistics import (
     Spread,
     largest_difference,
@@ -21,10 +22,12 @@ from bench.statistics import (
     spread,
     turn_order,
 )
+from bench.stored import common_source, newest
 from bench.turns import each_that_runs, take_turns
 
-from bench import redraw, report
+from bench import claims, everything, figures, redraw, report
 
+A = "a" * 12  # a commit
 PAGE = "# Page\n\n<!-- bench:a -->\nold\n<!-- /bench -->\n\nkept\n\n<!-- bench:b -->\n<!-- /bench -->\n"
 
 
@@ -140,26 +143,93 @@ def test_tables_have_what_stands_in_the_entries() -> None:
 
 
 def test_names_say_whose_allocator_is_left_alone() -> None:
-    """What is fullshard-malloc on the command line has no setting of malloc; a peer with +malloc has."""
-    assert report.label_of("bf16, fullshard-malloc") == "bf16, fullshard, default malloc"
-    assert report.label_in_plot("fsdp2+malloc") == "FSDP2, malloc keeps memory"
+    """What is fullshard-malloc on the command line has glibc's malloc as it comes; a peer with +our-malloc has ours."""
+    assert report.label_of("bf16, fullshard-malloc") == "bf16, fullshard, glibc's default malloc"
+    assert report.label_in_plot("fsdp2+our-malloc") == "FSDP2, fullshard's malloc setting"
     assert report.label_in_plot("ddp") == "DDP" and report.label_of("fullshard") == "fullshard"
-    lines = report.table("who", {"fullshard-malloc": {}}, [], ["fsdp2-malloc"]).splitlines()
-    assert lines[2:] == ["| fullshard, default malloc |", "| fsdp2, default malloc | cannot run |"]
+    lines = report.table("who", {"fullshard-malloc": {}}, [], ["fsdp2+our-malloc"]).splitlines()
+    assert lines[2:] == ["| fullshard, glibc's default malloc |", "| fsdp2, fullshard's malloc setting | cannot run |"]
+
+
+# ------------------------------------------------------------------ stored results
+
+
+def a_result(
+    folder: Path, name: str, benchmark: str, *, commit: str = "a" * 12, cpu: str = "C", **stored: object
+) -> None:
+    """Store one, of this commit and processor."""
+    made = Environment("2.13", "3.11", "Linux", cpu, 2, None, commit, f"2026-11-{10 + len(list(folder.iterdir()))}")
+    whole = {"benchmark": benchmark, "environment": made.as_json(), **stored}
+    report.write_json(folder / f"{name}_{made.name}.json", whole)
+
+
+def test_pages_are_those_of_the_stored_results() -> None:
+    """Every table, figure and claim; else run ``python -m bench redraw --write-document``."""
+    found = list(redraw.blocks(newest(RESULTS)))
+    assert {marker for _, marker, _ in found} >= {"claims", "figures", "shortfalls", "sources", "step:512"}
+    for page, marker, block in found:
+        text = page.read_text()
+        assert f"<!-- bench:{marker} -->" in text, f"{page.name} has no place for {marker}"
+        assert report.replace_block(text, marker, block) == text, f"{marker} in {page.name} is not that of the results"
+
+
+def test_figures_are_the_latest_and_losses_stand_like_wins(tmp_path: Path) -> None:
+    """Of two machines the newer result; what nobody measured says so, and so does what is odd about a source."""
+    step = {"settings": {"width": 512}, "losses_that_disagree": {}}
+    for cpu, ratio in (("old", 0.5), ("new", 1.25)):
+        entry = {"time_ratio_to_fsdp2": Spread(ratio, ratio, ratio).as_json()}
+        a_result(tmp_path, "step_512", "step", cpu=cpu, contestants={"fullshard": entry}, **step)
+    a_result(tmp_path, "modes_bf16_512", "modes", cpu="new", commit="b" * 12, contestants={}, **step)
+    a_result(tmp_path, "muon", "muon", cpu="new", commit="b" * 12 + " with changes", contestants={})
+    a_result(tmp_path, "wrap_time", "wrap_time", cpu="new", contestants={})
+    a_result(tmp_path, "scaling", "scaling", cpu="new", withdrawn="it was wrong")
+    results = newest(tmp_path)
+    assert common_source(results) == (A, "new") and "scaling" not in results
+    assert figures.FIGURES[0].text(results) == "1.25 (1.25 to 1.25)"
+    assert "- step, width 512, 2 CPU ranks: 1.25 (1.25 to 1.25) of FSDP2" in figures.shortfalls(results)
+    assert "| FSDP2 | 1.25 (1.25 to 1.25) |  |" in figures.table(results)
+    assert f"| FSDP2 | {figures.UNMEASURED} | at most 0.80 |" in figures.table(results)
+    sources = figures.sources(results)
+    assert "`aaaaaaaaaaaa` |  |" in sources and "`bbbbbbbbbbbb` | of another commit than most tables |" in sources
+    assert "with uncommitted changes; of another commit than most tables" in sources
+    said = claims.claims(results)
+    assert "at width 512" not in said, "a sentence of which half is measured"
+    assert "Several GPUs have not been measured." in said
+
+
+def test_everything_of_a_commit_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dirty tree is refused; what this commit has measured on this machine is left out; rounds follow the minutes."""
+    clean = Environment("2.13", "3.11", "Linux", "C", 2, None, A, "2026-11-25")
+    monkeypatch.setattr(everything, "current_environment", lambda: replace(clean, commit=A + " with changes"))
+    with pytest.raises(UsageError, match="commit first"):
+        everything.run(everything.Options(results=tmp_path))
+    monkeypatch.setattr(everything, "STAGES", everything.STAGES[:2])
+    monkeypatch.setattr(everything, "current_environment", lambda: clean)
+    monkeypatch.setattr(everything.redraw, "run", lambda options: None)
+    a_result(tmp_path, "step_512", "step", commit="c" * 12)
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(command[3:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(everything.subprocess, "run", run)
+    assert everything.run(everything.Options(results=tmp_path, minutes=everything.FULL_MINUTES / 100))
+    assert [command[:5] for command in ran] == [
+        ["step", "--width", width, "--rounds", str(everything.LEAST_ROUNDS)] for width in ("512", "1024")
+    ]
+    a_result(tmp_path, "step_512", "step")
+    ran.clear()
+    assert everything.run(everything.Options(results=tmp_path)) and [command[2] for command in ran] == ["1024"]
+    assert everything.FULL_MINUTES <= 58
 
 
 def test_stored_results_are_drawn_again(tmp_path: Path) -> None:
-    """Each with its figures, also of several measurements; the withdrawn and those of other versions have none."""
-    stored = REPOSITORY / "bench" / "results"
-    for name in ("memory_limit", "checkpoint_1024", "scaling", "modes_bf16_512", "modes_hsdp_512", "muon"):
-        (path,) = stored.glob(f"{name}_*.json")
+    """Each with its figures, also of several measurements; those of other versions have none."""
+    for name in ("modes_bf16_512", "modes_hsdp_512", "muon"):
+        (path,) = RESULTS.glob(f"{name}_*.json")
         shutil.copy(path, tmp_path)
-    redraw.run(redraw.Options(results=tmp_path))
-    drawn = {path.name.rpartition("_")[0] for path in tmp_path.glob("*.png")}
-    assert drawn == {"memory_limit", "checkpoint_1024", "modes_512"}
-    cells = json.loads(next(stored.glob("memory_limit_*.json")).read_text())["cells"]
-    (panel,) = memory_limit.panels(cells)
-    assert len(panel.rows) == 8 and max(row["fullshard"] for row in panel.rows.values()) > memory_limit.TARGET
+    assert {path.name.partition("_5")[0] for path in redraw.draw(newest(tmp_path), tmp_path)} >= {"modes"}
 
 
 def test_the_environment_names_neither_host_nor_path() -> None:

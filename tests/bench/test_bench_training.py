@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import sys
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from bench.command_line import DOCUMENT, RESULTS
 from bench.contestants import (
     CONTESTANTS,
-    KEEP_FREED_MEMORY,
+    GOVERNED_VARIABLES,
+    KEPT_MEBIBYTES,
+    OURS,
     PREFETCHES,
     WRAPPING,
     Contestant,
     distribute,
     options_of,
     process_environment,
+    set_allocator,
     start_fake_group,
 )
 from bench.environment import REPOSITORY
@@ -35,8 +40,10 @@ from bench.training.contest import (
     TrainingOptions,
     disagreements,
 )
-from bench.training.page import Benchmark, latest_results, table
+from bench.training.page import Benchmark
 from small_runs import run_small
+
+from fullshard import allocator
 
 FLAT = "fullshard-wrapper-flat"
 SMALLEST = "--width 32 --blocks 1 --tokens 16 --rounds 2 --steps-per-round 1 --warmup-steps 1"
@@ -57,19 +64,6 @@ def test_losses_that_disagree_are_named_and_the_unsharded_model_may() -> None:
     assert off(fsdp1=1.0, wrapper=1.0001) == {"wrapper"} and off(fsdp1=nan) == {"fsdp1"} and off() == set()
 
 
-@pytest.mark.parametrize("width", [512, 1024])
-@pytest.mark.parametrize("benchmark", [step.STEP, modes.BENCHMARK, wrapper.BENCHMARK, accelerate_step.BENCHMARK])
-def test_published_tables_are_those_of_the_stored_results(benchmark: Benchmark, width: int) -> None:
-    """Row by row, although files and page are older than this code."""
-    page = DOCUMENT.read_text().partition(f"<!-- bench:{benchmark.name}:{width} -->")[2].partition("<!-- /bench -->")[0]
-    rows = {
-        line for line in page.splitlines() if line.startswith("| ") and "---" not in line and "final loss" not in line
-    }
-    machines = {path.stem.partition(f"_{width}_")[2] for path in RESULTS.glob(f"{benchmark.name}*_{width}_*.json")}
-    stored = [latest_results(benchmark, RESULTS, width, machine) for machine in machines]
-    assert rows and any(rows <= set(table(benchmark, results).splitlines()) for results in stored)
-
-
 # ------------------------------------------------------------------ who takes part, and how
 
 
@@ -82,8 +76,15 @@ def test_peers_get_every_setting_of_ours() -> None:
         able = {*measurement.contestants, *measurement.optional}
         assert able <= set(CONTESTANTS)
         assert all(CONTESTANTS[name].peer in {None, *able} for name in able)
-    for benchmark in (step.STEP, accelerate_step.BENCHMARK, modes.BENCHMARK):
-        assert {"fsdp2", "fsdp2+malloc", "fullshard", "fullshard-malloc"} <= set(benchmark.contestants)
+    for benchmark in (step.STEP, accelerate_step.BENCHMARK, modes.BENCHMARK, wrapper.BENCHMARK):
+        for measurement in benchmark.measurements:
+            chosen = measurement.chosen()
+            names = {contestant.name for contestant in chosen}
+            for system in {contestant.system for contestant in chosen} - {"unsharded", "ddp"}:
+                assert measurement.name == "prefetch" or names > {
+                    system,
+                    f"{system}-malloc" if system in OURS else f"{system}+our-malloc",
+                }
     for measurement in page_faults.BENCHMARK.measurements:
         untouched, *others = measurement.chosen()
         assert untouched.environment == {"FULLSHARD_KEEP_FREED_MEMORY": "0"} and not untouched.kept
@@ -91,15 +92,49 @@ def test_peers_get_every_setting_of_ours() -> None:
 
 
 def test_allocator_settings_of_the_caller_reach_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each contestant has those that its name says."""
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
-    monkeypatch.setenv("FULLSHARD_KEEP_FREED_MEMORY", "1")
+    """All processes are started with the same environment, but for the contestants of ours without the setting."""
+    for name in GOVERNED_VARIABLES:
+        monkeypatch.setenv(name, "1")
     environments = {name: process_environment(contestant, threads=1) for name, contestant in CONTESTANTS.items()}
-    assert not set(KEEP_FREED_MEMORY) & set(environments["fsdp2"])
-    assert "FULLSHARD_KEEP_FREED_MEMORY" not in environments["fullshard"]
-    assert environments["fullshard-malloc"]["FULLSHARD_KEEP_FREED_MEMORY"] == "0"
-    assert KEEP_FREED_MEMORY.items() <= environments["fsdp2+malloc"].items()
-    assert all(environment["OMP_NUM_THREADS"] == "1" for environment in environments.values())
+    common = environments["fsdp2"]
+    assert not set(GOVERNED_VARIABLES) & set(common) and common["OMP_NUM_THREADS"] == "1"
+    for name, found in environments.items():
+        without = name.startswith("fullshard") and name.endswith("-malloc")
+        assert found == (common | {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if without else common)
+
+
+def allocator_settings(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:
+    """What ``mallopt`` is told when the contestant's rank shards a model on a group of one."""
+    told: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda name, value: told.append((name, value)) or 1, malloc_trim=lambda _: 1)
+    with (
+        mock.patch.object(allocator, "_glibc", return_value=library),
+        mock.patch.object(allocator, "_settings", allocator._AllocatorSettings()),
+        mock.patch.dict(os.environ, contestant.environment),
+    ):
+        worker = {"rank": 0, "ranks": 1, "threads": 1, "store": str(folder / contestant.name)}
+        model = {"what": "step", "width": 32, "blocks": 1, "tokens": 16}
+        rank = trainer.build(contestant=asdict(contestant), **worker, **model)
+    assert type(rank.optimizer) is torch.optim.AdamW  # by all with the same flags
+    told.append((0, hash(tuple(sorted((k, v) for k, v in rank.optimizer.defaults.items() if k != "lr")))))
+    torch.distributed.destroy_process_group()
+    return told
+
+
+def test_peers_get_the_very_setting_of_malloc_that_ours_takes(tmp_path: Path) -> None:
+    """And the same flags of the optimizer; peers as they come, and ours without it, change nothing."""
+    found = {
+        name: allocator_settings(CONTESTANTS[name], tmp_path)
+        for name in ("fullshard", "fsdp2+our-malloc", "fsdp1-flat+our-malloc", "fsdp2", "fullshard-malloc")
+    }
+    ours, peer, flat, plain, without = found.values()
+    assert ours == peer == flat and len(ours) == 3 and ours[-1:] == plain == without
+    assert KEPT_MEBIBYTES << 20 == allocator.KEPT_BLOCK_BYTES
+    with (
+        mock.patch.object(allocator, "_glibc", return_value=None),
+        pytest.raises(RuntimeError, match="has to be glibc's"),
+    ):
+        set_allocator(CONTESTANTS["fsdp2+our-malloc"])
 
 
 @pytest.mark.parametrize("system", list(WRAPPING))
@@ -192,11 +227,17 @@ def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
 
 def test_modes(tmp_path: Path) -> None:
     """Two contestants of two ranks train the same in turns, in bf16; figures, plot and page."""
-    page, stored = run_small(tmp_path, "modes", f"{SMALLEST} --microbatches 2 --what bf16")
+    page, stored = run_small(
+        tmp_path, "modes", f"{SMALLEST} --microbatches 2 --what bf16 --only fsdp2 --only fullshard"
+    )
     assert list(stored["contestants"]) == ["fsdp2", "fullshard"]
     assert stored["not_run"] == {} and stored["losses_that_disagree"] == {}
     entry = stored["contestants"]["fullshard"]
-    assert len(entry["losses"]) == 3 and len(entry["seconds"]) == 2 and len(entry["memory_by_rank"]) == 2
+    parameters = GPTShape(32, 1, 16).parameters
+    for rank in entry["memory_by_rank"]:  # before the first step, half of the parameters
+        assert 2 * parameters <= rank["counted_resting"] < 2 * parameters + 8192 < rank["counted"]
+    assert entry["counted_bytes"] == max(rank["counted"] for rank in entry["memory_by_rank"])
+    assert len(entry["losses"]) == 4 and len(entry["seconds"]) == 2 and len(entry["memory_by_rank"]) == 2
     for measured in stored["contestants"].values():
         pairs = zip(measured["seconds"], stored["contestants"]["fsdp2"]["seconds"], strict=True)
         ratios = [mine / theirs for (mine,), (theirs,) in pairs]
@@ -231,8 +272,9 @@ def test_contestants_train_alike(
         told = {"rank": 0, "ranks": 1, "threads": 1, "store": store, "contestant": asdict(contestant)}
         try:
             rank = trainer.build(**told, **given)
-            found.append([*rank.run(1)["losses"], *rank.run(2)["losses"]])
+            found.append([*rank.warm_up(1)["losses"], *rank.run(1)["losses"]])
             assert rank.memory()["resting"] is not None or sys.platform != "linux"
+            assert rank.memory()["counted"] > rank.memory()["counted_resting"] >= 4 * GPTShape(32, 1, 16).parameters
         finally:
             torch.distributed.destroy_process_group()
     assert all(losses == pytest.approx(found[0], abs=1e-5) for losses in found) and len(found) == len(names)
