@@ -9,17 +9,17 @@ checkpoint of one front end loads into the other, on any number of ranks, and no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from fullshard.layout import Region, chunk_of
+from fullshard.engine.parameters.placement import region_at
+from fullshard.layout import Region
 
-__all__ = ["TensorShard", "TensorShards", "region_at", "region_of"]
+__all__ = ["TensorShard", "TensorShards", "region_of"]
 
 
 class TensorShard(NamedTuple):
@@ -108,31 +108,6 @@ def region_of(tensor: DTensor) -> Region | None:
     """
     coordinate = tensor.device_mesh.get_coordinate()
     return None if coordinate is None else region_at(tensor, coordinate)
-
-
-def region_at(tensor: DTensor, coordinate: Sequence[int]) -> Region:
-    """Return the region of a DTensor that the rank at ``coordinate`` of its mesh holds.
-
-    Raises:
-        TypeError: If a placement is not Shard or Replicate.
-    """
-    mesh = tensor.device_mesh
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    # A strided shard divides what the axes after it left; any other shard what the axes before it left.
-    axes = range(mesh.ndim)
-    strided = [axis for axis in axes if isinstance(tensor.placements[axis], _StridedShard)]
-    for axis in [*(axis for axis in axes if axis not in strided), *reversed(strided)]:
-        placement = tensor.placements[axis]
-        if isinstance(placement, (Shard, _StridedShard)):
-            dim = placement.dim
-            start, sizes[dim] = chunk_of(sizes[dim], mesh.size(axis), coordinate[axis])
-            offsets[dim] += start
-        elif not isinstance(placement, Replicate):
-            raise TypeError(
-                f"a DTensor with placement {placement} has no final values on any rank; redistribute it to "
-                "Shard or Replicate first"
-            )
-    return Region(tuple(offsets), tuple(sizes))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

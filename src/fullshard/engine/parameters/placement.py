@@ -23,8 +23,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from fullshard.comm.mesh import ShardMesh
+from fullshard.layout import Region, chunk_of
 
-__all__ = ["ParameterPlacement", "dtensor", "dtensor_parameter"]
+__all__ = ["ParameterPlacement", "dtensor", "dtensor_parameter", "region_at"]
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,28 @@ def dtensor_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) ->
     made: Any = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     made._is_param = True
     return cast("nn.Parameter", made)
+
+
+def region_at(tensor: DTensor, coordinate: Sequence[int]) -> Region:
+    """Return the region of a DTensor that the rank at ``coordinate`` of its mesh holds.
+
+    Raises:
+        TypeError: If a placement is not Shard or Replicate.
+    """
+    mesh = tensor.device_mesh
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    # A strided shard divides what the axes after it left; any other shard what the axes before it left.
+    axes = range(mesh.ndim)
+    strided = [axis for axis in axes if isinstance(tensor.placements[axis], _StridedShard)]
+    for axis in [*(axis for axis in axes if axis not in strided), *reversed(strided)]:
+        placement = tensor.placements[axis]
+        if isinstance(placement, (Shard, _StridedShard)):
+            dim = placement.dim
+            start, sizes[dim] = chunk_of(sizes[dim], mesh.size(axis), coordinate[axis])
+            offsets[dim] += start
+        elif not isinstance(placement, Replicate):
+            raise TypeError(
+                f"a DTensor with placement {placement} has no final values on any rank; redistribute it to "
+                "Shard or Replicate first"
+            )
+    return Region(tuple(offsets), tuple(sizes))

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.state.tensor_shards import region_at
 from fullshard.comm import part_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
+from fullshard.engine.parameters.placement import region_at
 from fullshard.engine.parameters.sharded import managed_by
 
 __all__ = ["MatrixShard", "ShardGroup", "ShardedMatrix", "is_sharded_twice", "matrix_name", "matrix_shape"]
