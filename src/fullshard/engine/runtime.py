@@ -366,7 +366,7 @@ class Runtime:
         self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
         if not self.is_last_backward:
-            self._reductions.accumulate_offloaded()
+            self._reductions.accumulate_read_by_host()
             return
         self._finish_or_defer_reductions()
         if self._open_forwards:  # a gradient taken inside of a forward, which goes on

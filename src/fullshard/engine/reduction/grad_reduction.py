@@ -161,6 +161,19 @@ class GradReduction:
         self._leaving = []
         self._shards.tensors = self._finalized
 
+    def is_of_same_bucket(self, other: GradReduction) -> bool:
+        """True if the gradients of both are accumulated into the same parameters."""
+        return self._partial_reduce_output is other._partial_reduce_output
+
+    @property
+    def is_read_by_host(self) -> bool:
+        """True if the host has to wait for the result: offloaded gradients, or presence numbers of missing ones."""
+        plan, shards = self.plan, self._shards
+        if plan.ends_on_host:
+            return True
+        reads_presence = plan.presence is not None and not self.terms.zeros_for_missing and shards.misses_some
+        return reads_presence and plan.mesh.device.type != "cpu" and not self.all_reduced_later
+
     def accumulate(self) -> None:
         """Set (or add to) the sharded gradients and run the hooks that users put on parameters."""
         assert self._pending_work is not None

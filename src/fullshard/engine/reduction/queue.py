@@ -27,11 +27,11 @@ class ReductionQueue:
     _added: _Batch  # not issued yet
     _reduce_scatters: deque[_Batch]  # in their first stage
     _last: _Batch  # in their second stage, or through
-    _copied_to_host: list[GradReduction]  # on their way to the host, which waits for them all at the end
+    _read_by_host: list[GradReduction]  # whose results the host reads, for which it waits once, at the end
 
     def __init__(self) -> None:
         self.max_in_flight = 1
-        self._added, self._reduce_scatters, self._last, self._copied_to_host = [], deque(), [], []
+        self._added, self._reduce_scatters, self._last, self._read_by_host = [], deque(), [], []
 
     def add(self, unit: str, reductions: list[GradReduction]) -> int:
         """Have these go with the next launch. Returns how many will."""
@@ -67,19 +67,21 @@ class ReductionQueue:
         while self._reduce_scatters:
             self._advance(comm_streams)
         self._accumulate_last()
-        self.accumulate_offloaded()
+        self.accumulate_read_by_host()
 
     def leave(self, comm_streams: CommStreams) -> list[GradReduction]:
         """Issue all that is left to be issued, and return what is in flight then. ``finish`` ends it."""
         while any(named[1].plan.all_reduces for batch in self._reduce_scatters for named in batch):
             self._advance(comm_streams)
-        self.accumulate_offloaded()
+        self.accumulate_read_by_host()
         return [named[1] for batch in (self._last, *self._reduce_scatters) for named in batch]
 
-    def accumulate_offloaded(self) -> None:
-        """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``."""
-        copied, self._copied_to_host = self._copied_to_host, []
-        for reduction in copied:
+    def accumulate_read_by_host(self) -> None:
+        """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``, and
+        for presence numbers.
+        """
+        read, self._read_by_host = self._read_by_host, []
+        for reduction in read:
             reduction.accumulate()
 
     def abandon(self) -> None:
@@ -87,7 +89,7 @@ class ReductionQueue:
         in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch), *self._added]
         self._added, self._last = [], []
         self._reduce_scatters.clear()
-        self._copied_to_host.clear()
+        self._read_by_host.clear()
         _abandon(in_flight)
 
     def _advance(self, comm_streams: CommStreams) -> None:
@@ -111,8 +113,10 @@ class ReductionQueue:
         with profiled("wait_for_gradients", _units(batch)):
             for _, reduction in batch:
                 reduction.release()
-                if reduction.plan.ends_on_host:
-                    self._copied_to_host.append(reduction)
+                # In the order in which they were issued, too: sums of floating-point numbers depend on it.
+                follows = any(each.is_of_same_bucket(reduction) for each in self._read_by_host)
+                if follows or reduction.is_read_by_host:
+                    self._read_by_host.append(reduction)
                 else:
                     reduction.accumulate()
 
