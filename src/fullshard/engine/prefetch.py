@@ -7,8 +7,10 @@ that of its predecessor in the order in which this step's forwards ended. One un
 unsharded at a time; or as many as fit into a budget in bytes (``set_prefetch_bytes``). All choices depend only on sizes
 and on the order in which units run, which are the same on all ranks.
 
-The unit whose forward ends last is needed first in backward. Unless the user has set when to reshard it, it is kept
-unsharded in between: while the root computes the loss it would be prefetched anyway.
+The units whose forwards end last are needed first in backward. Unless the user has set when to reshard them, two are
+kept unsharded in between: the last one, and the one before it, which would otherwise be freed as the last one begins
+to compute, when there is nothing else to prefetch, and be prefetched anew for backward. So no more units are unsharded
+at a time than anywhere else in the step, and backward does not begin with an all-gather.
 
 Tiny units, such as a single norm, are all-gathered in the same launch as the unit after them and do not count as
 prefetched; their reductions wait for the next unit's and are issued with it. So a tiny unit costs no extra message.
@@ -270,13 +272,16 @@ class Prefetcher:
         self.kept = set()
         if self.budget == 0:
             return
-        room, crowded, tiny = self.budget or 0, False, 0
+        room, others, tiny = self.budget, 0, 0  # others: beside the last unit, which is not prefetched
         for ref in refs:
             unit = ref()
             if unit is None:
                 continue
-            room, tiny = room - unit.unsharded_bytes, tiny + unit.tiny
-            if (crowded and room < 0) or tiny > MAX_TINY_UNITS_TOGETHER:
+            tiny += unit.tiny
+            if room is not None and others > 0:
+                room -= unit.unsharded_bytes
+            full = others > 1 if room is None else room < 0 and others > 1
+            if full or tiny > MAX_TINY_UNITS_TOGETHER:
                 return
-            crowded |= not unit.tiny
+            others += not unit.tiny
             self.kept.add(ref)
