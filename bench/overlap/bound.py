@@ -154,9 +154,10 @@ def _gathered_after(units: Sequence[UnitCosts], limit: int | None, here: int) ->
 
 
 def keep_last(units: Sequence[UnitCosts], window: Window = Window()) -> list[UnitCosts]:
-    """The last units, as many as are ahead at any time, are not gathered again: their backwards come at once."""
+    """Do not gather the last unit again, and as many before it as are ahead at any time: backward begins with them."""
     turned = list(reversed(units))
-    kept = window.after([turned[0], *turned], 0)
+    ahead = window.after([turned[0], *turned], 0)  # 0: none is kept
+    kept = 1 + window.after(turned, 0) if ahead else 0
     return [replace(unit, regather=0.0) if i >= len(units) - kept else unit for i, unit in enumerate(units)]
 
 

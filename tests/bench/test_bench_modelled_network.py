@@ -292,7 +292,7 @@ def test_more_ahead_gains_what_the_schedule_predicts(device: str) -> None:
     system = BY_NAME["fullshard, 2 ahead, 2 reductions"]
     measured = measure(Cell("uneven", uneven_units(), device, 64, 1.0, "none"), [system], rounds=1, warmup=1)
     predicted = measured.scheduled(2, 2)
-    assert predicted < 0.8 * measured.scheduled() and measured.over_bound(system.name).median >= 1 - 1e-9
+    assert predicted < 0.81 * measured.scheduled() and measured.over_bound(system.name).median >= 1 - 1e-9
     assert measured.steps[system.name] == pytest.approx([predicted], rel=0.01)
 
 

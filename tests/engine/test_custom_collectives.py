@@ -77,7 +77,7 @@ def test_training(rank: Rank, dim: int) -> None:
 def test_set_and_removed_between_steps(rank: Rank) -> None:
     """They can be set, replaced and (None) removed between steps; optimizers and gradients go on."""
     model, reference = made(rank)
-    block, first, second, scatter = model.blocks[1], Gather(), Gather(), Scatter()
+    block, first, second, scatter = model.blocks[0], Gather(), Gather(), Scatter()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     changes: list[Callable[[], None]] = [
         lambda: None,

@@ -138,15 +138,15 @@ def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
 
     Where inputs have no gradient, reductions that start when backward is over take waiting ones with them.
     """
-    model = Chain("LnL", scaled=True)
+    model = Chain("LnLL", scaled=True)
     reference = copy.deepcopy(model)
     sharded(rank, model, reshard_after_forward=setting)
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "all_gather") == "root, 0, 1 2"
+        assert launches(forward, "all_gather") == "root, 0, 1 2, 3"
         assert launches(backward, "all_gather") == ("1 0" if setting is None else "")
-        assert launches(backward, "reduce_scatter") == "2, 1 0, root"
+        assert launches(backward, "reduce_scatter") == "3, 2, 1 0, root"
         assert_same_gradients(model, reference)
     _, backward = run_step(sharded(rank, Chain("nLn", scaled=True)), rank, differentiable=False)
     assert launches(backward, "reduce_scatter") == "2 1, 0 root"

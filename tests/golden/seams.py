@@ -148,11 +148,11 @@ def _dropped_prefetch(patch: Patch) -> None:
 
 
 def _late_free(patch: Patch) -> None:
-    """Fault: blocks.1 is not freed after its forward."""
+    """Fault: blocks.0 is not freed after its forward."""
     reshard = Runtime._reshard_after_forward
 
     def stay(self: Runtime, unit: Unit, *, has_backward: bool) -> None:
-        if unit.name != "blocks.1":
+        if unit.name != "blocks.0":
             reshard(self, unit, has_backward=has_backward)
             return
         unit.keep_for_backward()

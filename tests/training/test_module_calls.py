@@ -265,7 +265,7 @@ class ViewChanged(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.layers, self.how = nn.ModuleList([View(), View()]), how
+        self.layers, self.how = nn.ModuleList([View(), View(), View()]), how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.layers:
@@ -290,7 +290,11 @@ def test_view_of_an_output_changed_in_place(rank: Rank, front_end: FrontEnd, how
     loss = square_loss()(model, rank.rank)
     with record() as seen:
         loss.backward()
-    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == ["layers.1", "layers.0"]
+    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == [
+        "layers.2",
+        "layers.1",
+        "layers.0",
+    ]
     assert ("layers.0" in {c.unit for c in seen if c.kind == "all_gather"}) == (strategy == "FULL_SHARD")
 
 

@@ -98,8 +98,8 @@ def fully_shard(
         reshard_after_forward: True: free the unsharded parameters after forward and all-gather them again for backward
             (less memory). False: keep them in between (less communication). An int that divides the size of the shard
             axis: after forward, keep a shard over subgroups of that many consecutive ranks, from which backward
-            all-gathers. None: True, except for the root and for the unit whose forward ends last, which stay unsharded
-            until backward.
+            all-gathers. None: True, except for the root and for the two units whose forwards end last, which stay
+            unsharded until backward. True also frees these.
         shard_placement_fn: Called with each parameter. It returns ``Shard(dim)`` to shard that dim, evenly or not, a
             ``ShardPlacementResult`` to shard over another mesh (experts), or None for ``Shard(0)`` on ``mesh``.
         mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.

@@ -70,8 +70,8 @@ def shard(
             activation checkpointing already. A function: recompute the modules for which it returns True. False: wrap
             nothing.
         offload: True: keep shards, gradients and optimizer state in CPU memory. Or an ``OffloadPolicy``.
-        reshard_after_forward: As for ``fully_shard``. None: True, except for the root and for the unit whose forward
-            ends last, which stay unsharded until backward.
+        reshard_after_forward: As for ``fully_shard``. None: True, except for the root and for the two units whose
+            forwards end last, which stay unsharded until backward.
         plan: Units to shard instead of the default ones: a plan of ``fullshard.wrap``, a dict of arguments by module,
             or a wrap policy. Their arguments override those of this call.
         report: Print the units, precision and checkpointing on rank 0.

@@ -7,8 +7,13 @@ that of its predecessor in the order in which this step's forwards ended. One un
 unsharded at a time; or as many as fit into a budget in bytes (``set_prefetch_bytes``). All choices depend only on sizes
 and on the order in which units run, which are the same on all ranks.
 
-The unit whose forward ends last is needed first in backward. Unless the user has set when to reshard it, it is kept
-unsharded in between: while the root computes the loss it would be prefetched anyway.
+The units whose forwards end last are needed first in backward. Unless the user has set when to reshard them, two are
+kept unsharded in between: the last one, and the one before it, which would otherwise be freed as the last one begins
+to compute, when there is nothing else to prefetch, and be prefetched anew for backward. So no more units are unsharded
+at a time than anywhere else in the step, and backward does not begin with an all-gather. With a budget, as many units
+before the last one are kept as fit. In backward, kept units count as prefetched. Those whose backward has not come are
+resharded when the next forward of the root begins. More units are unsharded at a time only where the order of the first
+step was guessed wrong, and where a unit that runs last has also run before.
 
 Tiny units, such as a single norm, are all-gathered in the same launch as the unit after them and do not count as
 prefetched; their reductions wait for the next unit's and are issued with it. So a tiny unit costs no extra message.
@@ -173,6 +178,10 @@ class Prefetcher:
         """True if ``unit`` stays unsharded from forward to backward unless the user sets otherwise."""
         return unit.ref is self._root or unit.ref in (self.kept or ())
 
+    def units_kept_by_default(self) -> list[Unit]:
+        """Return the units, besides the root, for which ``is_kept_by_default`` is true."""
+        return [unit for ref in self.kept or () if (unit := ref()) is not None]
+
     # ---------------------------------------------------------------- backward
 
     def backward_began(self, unit: Unit) -> None:
@@ -204,12 +213,12 @@ class Prefetcher:
     def _next(self, refs: Iterable[_UnitRef]) -> Iterator[list[Unit]]:
         """Choose one unit, or as many as fit the budget; tiny units go in the launch of the unit after them.
 
-        Units that are prefetched already use the budget too. A unit that is larger than the whole budget is chosen when
-        nothing else is prefetched.
+        Units that are prefetched already, or kept for their backward, use the budget too. A unit that is larger than
+        the whole budget is chosen when nothing else is prefetched.
         """
         if self.budget == 0:
             return
-        room, crowded, together = self.budget, False, list[Unit]()
+        room, crowded, together, kept = self.budget, False, list[Unit](), set[Unit]()
         for prefetched in self.units():
             crowded |= not prefetched.tiny
             if room is not None:
@@ -224,6 +233,9 @@ class Prefetcher:
             if id(unit) in self._prefetched or (state.is_unsharded and not unit.tiny):
                 if room is None:
                     break  # the units from here to the next that is not tiny are prefetched already
+                if state is ParameterState.KEPT and unit not in kept:
+                    kept.add(unit)
+                    room, crowded = room - unit.unsharded_bytes, True
                 continue
             if not state.is_unsharded:
                 together.append(unit)
@@ -259,7 +271,7 @@ class Prefetcher:
         self.budget = None if root is None else root.settings.prefetch_bytes
 
     def _choose_kept(self, refs: Iterable[_UnitRef]) -> None:
-        """Choose the units that stay unsharded between forward and backward: they would be prefetched at once.
+        """Choose the units that stay unsharded between forward and backward: the last, and what is prefetched with it.
 
         Args:
             refs: All units but the root, in the order of their backwards.
@@ -270,13 +282,15 @@ class Prefetcher:
         self.kept = set()
         if self.budget == 0:
             return
-        room, crowded, tiny = self.budget or 0, False, 0
+        large = tiny = ahead = 0  # ahead: bytes beside the last unit that is not tiny, as it computes
         for ref in refs:
             unit = ref()
-            if unit is None:
+            if unit is None or ref in self.kept:
                 continue
-            room, tiny = room - unit.unsharded_bytes, tiny + unit.tiny
-            if (crowded and room < 0) or tiny > MAX_TINY_UNITS_TOGETHER:
+            tiny += unit.tiny
+            ahead += unit.unsharded_bytes if large else 0
+            full = large > 1 and (self.budget is None or ahead > self.budget)
+            if full or tiny > MAX_TINY_UNITS_TOGETHER:
                 return
-            crowded |= not unit.tiny
+            large += not unit.tiny
             self.kept.add(ref)

@@ -154,6 +154,8 @@ class Runtime:
             self._reads.begin_forward()
             self._unshard_after = None  # a forward that raised may have left one
             if self._root_runs:
+                for left_over in self.prefetcher.units_kept_by_default():
+                    self._reshard_if_left_over(left_over)
                 self._unshard_after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
 
     def _prefetch_forward(self, unit: Unit) -> None:
