@@ -40,14 +40,15 @@ CLAIMS = (
         "**Step on CPU ranks.**",
         "On two CPU ranks over gloo a step takes {step_512} of FSDP2's time at width 512 and {step_1024} at width "
         "1024, with the same losses.",
-        "With fullshard's malloc setting, FSDP2 takes {malloc_512} and {malloc_1024} of its own time, and fullshard "
-        "{fair_512} and {fair_1024} of that; without it, fullshard takes {default_512} and {default_1024} of FSDP2's "
-        "time. What is not the setting's is the exchange over gloo, which on CPUs only fullshard overlaps with "
-        "computation, and smaller buffers, which cost fewer page faults.",
+        "With fullshard's malloc setting, FSDP2 takes {malloc_512} and {malloc_1024} of its time without it, and "
+        "fullshard {fair_512} and {fair_1024} of FSDP2's time with it. If neither has it, fullshard takes "
+        "{default_512} and {default_1024}. The rest is due to the exchange over gloo, which on CPUs only fullshard "
+        "overlaps with computation, and to smaller buffers, which cost fewer page faults.",
     ),
     (
         "**What carries over to GPUs.**",
-        "Neither malloc nor gloo: GPUs do not use the C allocator, and with streams FSDP2 overlaps as well.",
+        "Not the gains from malloc and from overlap over gloo: GPU memory does not come from malloc, and on GPUs "
+        "FSDP2 overlaps, too.",
         "On simulated streams and a modelled network, fullshard takes {streams_least} to {streams_most} of FSDP2's "
         "time.",
         "On one H200, as one of eight ranks without a network, it takes {gpu_fp32} (fp32) and {gpu_bf16} (bf16).",
@@ -61,8 +62,8 @@ CLAIMS = (
     ),
     (
         "**Memory.**",
-        "Counted byte by byte, the peak of a step is {counted_least} to {counted_most} of FSDP2's in {cells} "
-        "configurations.",
+        "The peak of tensor memory in a step, counted allocation by allocation, is {counted_least} to {counted_most} "
+        "of FSDP2's in {cells} configurations.",
         "Resident memory on CPU ranks is {resident_512} of FSDP2's at width 512; most of that difference is heap slack "
         "of glibc, and it does not carry over to GPUs.",
     ),

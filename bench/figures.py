@@ -148,7 +148,7 @@ def _wrapper() -> Iterator[Figure]:
 
 def _host() -> Iterator[Figure]:
     page, ratio = "benchmarks.md#host-time-per-unit", "host_cost_ratio_to_fsdp2"
-    tiny, nine = "tiny units", "units of nine parameters that travel alone"
+    tiny, nine = "tiny units", "units of nine parameters, a message each"
     forward, step = "host time, forward and backward", "host time, with the optimizer step"
     of = ("contestants", "fullshard")
     yield Figure(f"{forward}, {tiny}", "FSDP2", at("host_cost", *of, "forward_backward", ratio), 0.25, page, True)
@@ -178,10 +178,8 @@ def _optimizer() -> Iterator[Figure]:
     page, name = "benchmarks.md#the-optimizer-step", "optimizer_cost"
     for how in ("foreach", "fused"):
         ours = ("contestants", f"fullshard {how}")
-        yield Figure(f"AdamW, {how}, as it comes", "plain tensors", at(name, *ours, "ratio_to_plain"), 1.1, page)
-        yield Figure(
-            f"AdamW, {how}, as it comes", "FSDP2", at(name, *ours, "ratio_to_fsdp2"), None, page, how == "foreach"
-        )
+        yield Figure(f"AdamW step, {how}", "plain tensors", at(name, *ours, "ratio_to_plain"), 1.1, page)
+        yield Figure(f"AdamW step, {how}", "FSDP2", at(name, *ours, "ratio_to_fsdp2"), None, page, how == "foreach")
     for which, what in (("fullshard", "torch's `clip_grad_norm_`"), ("own", "`fullshard.clip_grad_norm_`")):
         ours = ("contestants", f"{which} clip")
         yield Figure(what, "plain tensors", at(name, *ours, "ratio_to_plain"), 1.2, page)

@@ -229,7 +229,7 @@ def run(options: Options) -> None:
         f"rounds of {options.steps_per_round} steps.",
         f"{options.units} tiny units (linear 16 x 16 and norm):",
         table(summary, failures),
-        f"{options.direct_units} units of nine parameters, each of which travels on its own (9 messages where FSDP2 "
+        f"{options.direct_units} units of nine parameters, each sent in a message of its own (9 messages where FSDP2 "
         "has 1):",
         table(direct, failed),
         *report.against_targets(verdicts(summary, direct)),

@@ -213,10 +213,10 @@ def _finite(value: Any) -> Any:
 def provenance(environment: Environment, odd: Sequence[str] = ()) -> str:
     """One line under a table: what it was measured on, and in what that is odd."""
     machine = f"{environment.device}, " if environment.device else ""
+    remark = f" **This is {'; '.join(odd)}.**" if odd else ""
     return (
         f"{machine}{environment.cpu}, {environment.cores} cores, torch {environment.torch}, "
-        f"Python {environment.python}, {environment.date}, commit {environment.commit}."
-        f"{f' **This is {chr(44).join(odd)}.**' if odd else ''}"
+        f"Python {environment.python}, {environment.date}, commit {environment.commit}.{remark}"
     )
 
 

@@ -45,7 +45,7 @@ _SECTIONS = {
         'A GPT with AdamW. "One rank" uses NCCL and communicates nothing: the time beyond that of the plain model is '
         'overhead. "1 of 8" is rank 0 of 8 on a fake process group: shapes and memory are those of 8 ranks, but '
         "nothing is sent or given to NCCL, and parameters of at least 64 KiB per rank are all-gathered in place (with "
-        "NCCL: of at least 1 MiB). FSDP2 is that of the same torch. Where parameters are fp32, matrix products are "
+        "NCCL: fewer). FSDP2 is that of the same torch. Where parameters are fp32, matrix products are "
         "TF32. All contestants live in one process with one allocator and take turns. Ratios are taken within a "
         "round; quartiles are in brackets.",
     ),

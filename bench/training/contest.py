@@ -123,7 +123,7 @@ class Record:
     [Note: Two kinds of memory]
     *Counted* is the peak of the bytes of all live tensors in one step, from a record of every allocation and free: what
     the system needs, and what carries over to another allocator. *Resident* is what the kernel gave the process. The
-    difference is heap slack: freed blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.
+    difference is heap slack: freed blocks that glibc still holds, gaps between blocks, and memory that holds no tensor.
     """
 
     losses: list[float]

@@ -36,7 +36,7 @@ NOTES = (
     "(`FULLSHARD_KEEP_FREED_MEMORY=0`).",
     "*Counted*: the most bytes of live tensors at a time, from a record of every allocation in one step. *Resident*: "
     "what the kernel gave the process, beyond what it held before it built its model. The difference is heap slack: "
-    "freed blocks that glibc still holds, gaps between blocks, and memory that is of no tensor.",
+    "freed blocks that glibc still holds, gaps between blocks, and memory that holds no tensor.",
 )
 
 

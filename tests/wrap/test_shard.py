@@ -127,6 +127,9 @@ def test_options_and_report(rank: Rank) -> None:
     unit = unit_of(other)
     assert unit is not None and unit.policy.precision == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert out.getvalue() == (EXPECTED if rank.rank == 0 else "")
+    with contextlib.redirect_stdout(out):
+        shard(build(Stack), mesh=rank.mesh, offload=CPUOffloadPolicy(pin_memory=False, fraction=0.5))
+    assert ("offloading: at most 50% of parameters, gradients" in out.getvalue()) == (rank.rank == 0)
 
 
 @on_ranks(2)

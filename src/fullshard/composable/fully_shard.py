@@ -85,9 +85,9 @@ def fully_shard(
 
     The first call has two process-wide effects. On CPU, glibc malloc keeps freed memory:
     ``fullshard.keep_freed_memory`` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it. And
-    hooks on all optimizers have those of sharded parameters step local tensors (``FULLSHARD_LOCAL_OPTIMIZERS=0``
-    disables that, see ``fullshard.optim.localize``) and mark parameters that are unsharded during a step as out of
-    date: ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables both. Then call ``reshard()`` after a step on modules that stay
+    all optimizers get hooks: optimizers of sharded parameters then step local tensors (``FULLSHARD_LOCAL_OPTIMIZERS=0``
+    disables that, see ``fullshard.optim.localize``), and parameters that are unsharded during a step are marked as out
+    of date. ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables both. Then call ``reshard()`` after a step on modules that stay
     unsharded (``set_reshard_after_backward(False)``); otherwise their forwards use the parameters from before the step.
 
     Args:

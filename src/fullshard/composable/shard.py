@@ -207,7 +207,8 @@ def _about(precision: MixedPrecisionPolicy, offload: OffloadPolicy, recomputed: 
     given = [f"{what} in {str(dtype).removeprefix('torch.')}" for what, dtype in dtypes.items() if dtype is not None]
     lines = [f"precision: {', '.join(given) or 'as the parameters'}"]
     if isinstance(offload, CPUOffloadPolicy):
-        lines.append("offloading: parameters, gradients and optimizer state in CPU memory")
+        share = "" if offload.fraction == 1 else f"at most {offload.fraction:.0%} of "
+        lines.append(f"offloading: {share}parameters, gradients and optimizer state in CPU memory")
     if recomputed:
         names = recomputed if len(recomputed) < 4 else [recomputed[0], "...", recomputed[-1]]
         lines.append(f"activation checkpointing: {len(recomputed)} modules, {' '.join(names)}")

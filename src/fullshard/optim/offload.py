@@ -89,7 +89,10 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
         raise TypeError(f"offload: pin_memory: expected True or False, found {pin_memory!r}")
     step = local_step_of(optimizer) or local_step_of(localize(optimizer))
     if step is None:
-        raise ValueError(f"offload: expected an elementwise optimizer, found {type(optimizer).__name__}")
+        raise ValueError(
+            f"offload: expected an elementwise optimizer, found {type(optimizer).__name__}; for others, offload the "
+            "parameters too: offload_policy=CPUOffloadPolicy()"
+        )
     if fraction and all(parameter.device.type == "cpu" for parameter in _parameters(optimizer)):
         warnings.warn("offload has no effect: all parameters, and so their state, are in CPU memory", stacklevel=2)
     state = step.offload
