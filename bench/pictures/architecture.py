@@ -21,10 +21,10 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     PUBLIC: (1, 5.0, "The public names, imported when they are first used"),
     "composable": (2, 2.5, "fully_shard and replicate:\nthe FSDP2 front end"),
     "wrapper": (2, 7.5, "FullyShardedDataParallel:\nthe FSDP1 front end"),
-    "frontend": (3, 1.7, "Argument checks; base\nclass of both front ends"),
-    "wrap": (3, 5.0, "Wrap policies: which\nmodules become units"),
-    "optim": (3, 8.3, "Optimizers on local\ntensors, Muon, norms"),
-    "checkpoint": (4, 8.3, "Saves and loads\nsharded state"),
+    "frontend": (3, 2.5, "Argument checks; base class\nof both front ends"),
+    "checkpoint": (3, 7.5, "Saves and loads\nsharded state"),
+    "wrap": (4, 2.5, "Wrap policies: which\nmodules become units"),
+    "optim": (4, 7.5, "Optimizers on local\ntensors, Muon, norms"),
     "engine": (5, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
     "ranks": (6, 5.0, "How ranks agree: equal values, errors on every rank"),
     "comm": (7, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),
@@ -32,7 +32,7 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     "memory.py": (8, 7.5, "Storage that is freed and\nrefilled; streams and events"),
 }
 ROW, BOX, TOP = 0.86, 0.58, 0.55
-NARROW = (3, 4)  # rows with three boxes side by side
+CROSSED = 3  # above this row arrows cross
 
 
 def imports(text: str, package: list[str]) -> Iterator[str]:
@@ -99,7 +99,7 @@ def draw(data: Any, palette: Palette) -> Any:
     style.heading(figure, palette, "Each part imports only from parts below it")
     for own, other in data["reduced"]:
         _arrow(axis, palette, own, other)
-    for name, (row, x, text) in ROOMS.items():
+    for name, (_, x, text) in ROOMS.items():
         main = name == "engine"
         color = palette.accent if main else palette.box
         edge = palette.accent if main else palette.muted
@@ -108,7 +108,7 @@ def draw(data: Any, palette: Palette) -> Any:
         ink = palette.on_accent if main else palette.text
         label = name if name == PUBLIC or name.endswith(".py") else f"{name}/"
         axis.text(left + 0.1, y + BOX / 2, label, va="center", fontsize=11.5, fontweight="bold", color=ink)
-        beside = left + (1.4 if row not in NARROW else 1.1 if row == NARROW[0] else 1.25)
+        beside = left + 1.4
         axis.text(beside, y + BOX / 2, text, va="center", fontsize=9.5, color=ink, linespacing=1.25)
     style.caption(
         figure,
@@ -138,10 +138,9 @@ def _arrow(axis: Any, palette: Palette, own: str, other: str) -> None:
 def _top(name: str) -> float:
     """Where a box begins; there is more room above the row where arrows cross."""
     row = ROOMS[name][0]
-    return TOP + row * ROW + (0.2 if row >= NARROW[0] else 0.0)
+    return TOP + row * ROW + (0.2 if row >= CROSSED else 0.0)
 
 
 def _half(name: str) -> float:
     """Half the width of a box, in inches."""
-    row, x, _ = ROOMS[name]
-    return 1.46 if row in NARROW else 3.05 if x == 5.0 else 2.05
+    return 3.05 if ROOMS[name][1] == 5.0 else 2.05
