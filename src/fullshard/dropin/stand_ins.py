@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint import state_dict
 
 import fullshard
-from fullshard.dropin import clients, param_groups, split_backward
+from fullshard.dropin import clients, gradient_clipping, param_groups, split_backward
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, StandInNames, is_torch_fsdp_module, stand_in_names
 from fullshard.dropin.not_offered import NotOffered
@@ -192,6 +192,8 @@ class StandIns:
             self._bind(module, name, now)
         # Not the class for both engines that supports torch's functions: fullshard's is a subclass of torch's now.
         self._bind(state_dict, "FSDP", fullshard.FullyShardedDataParallel)
+        for name, function in gradient_clipping.replaced_functions().items():
+            self._bind(gradient_clipping.MODULE, name, function)
 
     def _patch_pipelining(self, *, load: bool = False) -> None:
         if not self._pipelining_patched and (undo := split_backward.patch_stages(load=load)) is not None:
