@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import clip_grad
 
 from fullshard.optim.norms import clip_grads_with_norm_, get_total_norm
@@ -58,10 +59,11 @@ def _clip_like(original: Callable[..., None]) -> Callable[..., None]:
 
 def _all_sharded(gradients: Iterable[torch.Tensor]) -> bool:
     """True if there are gradients, and all are DTensors on one mesh whose values need no reduction."""
-    meshes, found = set(), False
+    specs: dict[int, DTensorSpec] = {}  # many gradients have the same
     for gradient in gradients:
-        if type(gradient) is not DTensor or any(placement.is_partial() for placement in gradient.placements):
+        if type(gradient) is not DTensor:
             return False
-        meshes.add(gradient.device_mesh)
-        found = True
-    return found and len(meshes) == 1
+        specs[id(gradient._spec)] = gradient._spec
+    if any(placement.is_partial() for spec in specs.values() for placement in spec.placements):
+        return False
+    return len({spec.mesh for spec in specs.values()}) == 1
