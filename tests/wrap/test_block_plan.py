@@ -170,7 +170,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: make("Model", lstm=nn.LSTM(8, 8), loose=nn.ParameterList([torch.zeros(99)]), out=nn.Linear(8, 20)),
         ["lstm", "out"],
     ),
-    "experts alone": (lambda: make("Model", experts=[nn.Linear(8, 8), nn.Linear(8, 8)]), ["experts.0", "experts.1"]),
+    "experts alone": (
+        lambda: make("Model", first=nn.Linear(8, 8), experts=[nn.Linear(8, 8), nn.Linear(8, 8)]),
+        ["first"],
+    ),
 }
 
 

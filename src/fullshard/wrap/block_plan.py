@@ -29,9 +29,10 @@ def plan_blocks(
     Units are the repeated blocks: the modules of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` that look
     alike, or what is in them if they have no forward, such as ``nn.ModuleList([attention, mlp])``. Embeddings, heads
     and other modules without children outside of the blocks are units if they have at least a quarter of the elements
-    of the largest block, except for lists of experts. If the last of them follows the blocks, the norm before it joins
-    its unit. Tied weights belong to a unit above, usually the root. If there are no repeated blocks, units are selected
-    by size, each with at least an eighth of all elements. The plan says which modules were found.
+    of the largest block. If the last of them follows the blocks, the norm before it joins its unit. Tied weights belong
+    to a unit above, usually the root. If there are no repeated blocks, units are selected by size, each with at least
+    an eighth of all elements. Lists of experts, known by their name, have no units in them, for ranks may call
+    different experts. The plan says which modules were found.
 
     Args:
         root: The model.
@@ -89,8 +90,8 @@ def _outside(tree: ModuleTree, blocks: set[nn.Module]) -> tuple[list[nn.Module],
     seen: set[nn.Module] = set()
     found: list[nn.Module] = []
     after: list[nn.Module] = []
-    for name, module in tree.named():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_experts(name):
+    for _, module in tree.named():
+        if is_experts(tree, module):
             seen.update(module.modules())
         if module in seen or module in blocks:
             if module in blocks:
@@ -123,6 +124,8 @@ def _by_size(
     least = max(1, tree.numel(tree.root) // UNITS_BY_SIZE)
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if is_experts(tree, module):
+            return False
         if "parametrizations" in module._modules:  # it reads the parameters of its children
             return not recurse and nonwrapped_numel >= least
         large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=least)

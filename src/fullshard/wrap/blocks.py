@@ -67,9 +67,10 @@ def plain_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_experts(name: str) -> bool:
-    """Return True if a module of this name has experts, of which ranks may call different ones: they are no units."""
-    return "expert" in name.rpartition(".")[2]
+def is_experts(tree: ModuleTree, module: nn.Module) -> bool:
+    """Return True if ``module`` is a list of experts. Ranks may call different ones, so none of them may be a unit."""
+    lists = isinstance(module, _LISTS) or not has_forward(module)
+    return lists and "expert" in tree.name(module).rpartition(".")[2]
 
 
 class _Search:
@@ -102,7 +103,7 @@ class _Search:
         for module in modules:
             if has_forward(module):
                 found.append(module)
-            elif not is_experts(self._tree.name(module)):
+            elif not is_experts(self._tree, module):
                 parts = self._called(self._children(module))
                 least = max(map(self._tree.numel, parts), default=0) / LEAST_SHARE
                 found += [part for part in parts if self._tree.numel(part) >= least]
@@ -113,7 +114,7 @@ class _Search:
         return (self._may_have_blocks(module) and _has_twins(children)) or any(map(self._has_twins_below, children))
 
     def _may_have_blocks(self, module: nn.Module) -> bool:
-        return isinstance(module, _LISTS) and not is_experts(self._tree.name(module))
+        return isinstance(module, _LISTS) and not is_experts(self._tree, module)
 
     def _children(self, module: nn.Module) -> list[nn.Module]:
         """Return the children that own parameters, each once; none that contains ``module``."""
