@@ -141,6 +141,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     ),
     "single layers": (lambda: Mlp(8, 16, 4), ["layers.0", "layers.1"]),
     "dict": (lambda: make("Model", layers=nn.ModuleDict({"a": layer(), "b": layer()})), ["layers.a", "layers.b"]),
+    # The model calls what is in these layers; of experts ranks may call different ones.
+    "layers without a forward": (
+        lambda: make(
+            "Model",
+            layers=[nn.ModuleList([nn.LayerNorm(8), layer(), nn.Sequential(*layers(2))]) for _ in range(2)],
+            routed=[nn.ModuleDict({"mixer": layer(), "experts": nn.ModuleList(layers(2))}) for _ in range(2)],
+        ),
+        ["layers.0.1", "layers.0.2", "layers.1.1", "layers.1.2", "routed.0.mixer", "routed.1.mixer"],
+    ),
     "one called thrice": (lambda: make("Model", layers=[layer()] * 3, head=nn.Linear(8, 5)), ["layers.0"]),
     "wrapped": (
         lambda: llama([torch.compile(layer()), checkpoint_wrapper(layer()), layer()]),
@@ -161,7 +170,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: make("Model", lstm=nn.LSTM(8, 8), loose=nn.ParameterList([torch.zeros(99)]), out=nn.Linear(8, 20)),
         ["lstm", "out"],
     ),
-    "experts alone": (lambda: make("Model", experts=[nn.Linear(8, 8), nn.Linear(8, 8)]), ["experts.0", "experts.1"]),
+    "experts alone": (
+        lambda: make("Model", first=nn.Linear(8, 8), experts=[nn.Linear(8, 8), nn.Linear(8, 8)]),
+        ["first"],
+    ),
 }
 
 

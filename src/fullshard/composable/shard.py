@@ -55,7 +55,8 @@ def shard(
 
     If the model's forward reads the weight of a module that it does not call, such as ``x @ self.embed.weight.T``,
     leave that module in the root unit: remove it from the dict ``plan_blocks(model).modules``, and pass the dict as
-    ``plan``.
+    ``plan``. Do the same with units that not all ranks call in the same order, such as experts in a list of another
+    name.
 
     Args:
         model: The model. Modules that are already sharded stay as they are.

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.wrap.blocks import BlockList, plain_module, repeated_blocks
+from fullshard.wrap.blocks import LEAST_SHARE, BlockList, is_experts, plain_module, repeated_blocks
 from fullshard.wrap.plan import WrapPlan
 from fullshard.wrap.policies import plan_for, size_based_auto_wrap_policy
 from fullshard.wrap.tree import ModuleTree, has_forward
 
 __all__ = ["plan_blocks"]
 
-LEAST_SHARE = 4  # a module outside of the blocks is a unit if it has at least one such share of the largest block
 UNITS_BY_SIZE = 8  # without blocks, units have at least one such share of all elements
 
 
@@ -28,10 +27,12 @@ def plan_blocks(
     """Plan the units of a model by its structure, without changing it. ``fullshard.shard`` uses this plan.
 
     Units are the repeated blocks: the modules of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` that look
-    alike. Embeddings, heads and other modules without children outside of the blocks are units if they have at least a
-    quarter of the elements of the largest block. If the last of them follows the blocks, the norm before it joins its
-    unit. Tied weights belong to a unit above, usually the root. If there are no repeated blocks, units are selected by
-    size, each with at least an eighth of all elements. The plan says which modules were found.
+    alike, or what is in them if they have no forward, such as ``nn.ModuleList([attention, mlp])``. Embeddings, heads
+    and other modules without children outside of the blocks are units if they have at least a quarter of the elements
+    of the largest block. If the last of them follows the blocks, the norm before it joins its unit. Tied weights belong
+    to a unit above, usually the root. If there are no repeated blocks, units are selected by size, each with at least
+    an eighth of all elements. Lists of experts, known by their name, have no units in them, for ranks may call
+    different experts. The plan says which modules were found.
 
     Args:
         root: The model.
@@ -90,6 +91,8 @@ def _outside(tree: ModuleTree, blocks: set[nn.Module]) -> tuple[list[nn.Module],
     found: list[nn.Module] = []
     after: list[nn.Module] = []
     for _, module in tree.named():
+        if is_experts(tree, module):
+            seen.update(module.modules())
         if module in seen or module in blocks:
             if module in blocks:
                 after.clear()
@@ -121,6 +124,8 @@ def _by_size(
     least = max(1, tree.numel(tree.root) // UNITS_BY_SIZE)
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if is_experts(tree, module):
+            return False
         if "parametrizations" in module._modules:  # it reads the parameters of its children
             return not recurse and nonwrapped_numel >= least
         large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=least)

@@ -8,6 +8,9 @@ same names, shapes and dtypes: layers have, stages have not. If it has no twins,
 looked at, and if these have none either, the modules whose class occurs at least twice are the blocks. Lists of
 experts, known by their name, never are: a model with one or two layers has twins only there.
 
+A layer may itself be a list without a forward, ``nn.ModuleList([attention, mlp])``, whose modules the model calls. Then
+the large ones of these are the blocks; small ones, such as norms, are not.
+
 All ranks find the same blocks, because all build the same modules.
 """
 
@@ -18,9 +21,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fullshard.wrap.tree import ModuleTree
+from fullshard.wrap.tree import ModuleTree, has_forward
 
-__all__ = ["BlockList", "plain_module", "repeated_blocks"]
+__all__ = ["LEAST_SHARE", "BlockList", "is_experts", "plain_module", "repeated_blocks"]
+
+LEAST_SHARE = 4  # a module beside blocks, or in a list that is one, is a unit with this share of the largest block
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # in torch.compile's module, in checkpoint_wrapper's
@@ -62,6 +67,12 @@ def plain_module(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_experts(tree: ModuleTree, module: nn.Module) -> bool:
+    """Return True if ``module`` is a list of experts. Ranks may call different ones, so none of them may be a unit."""
+    lists = isinstance(module, _LISTS) or not has_forward(module)
+    return lists and "expert" in tree.name(module).rpartition(".")[2]
+
+
 class _Search:
     """The search for lists of blocks in a tree."""
 
@@ -75,22 +86,35 @@ class _Search:
     def lists(self, module: nn.Module) -> list[BlockList]:
         """Return the lists of blocks at and below ``module``."""
         children = self._children(module)
-        blocks: list[nn.Module] = []
+        alike: list[nn.Module] = []
         if self._may_have_blocks(module):
             if _has_twins(children):
-                blocks = _of_repeated_class(children)
+                alike = _of_repeated_class(children)
             elif not any(map(self._has_twins_below, children)):
                 single = isinstance(module, nn.ModuleList) and len(children) == 1 and children[0]._modules
-                blocks = children if single else _of_repeated_class(children)
+                alike = children if single else _of_repeated_class(children)
+        blocks = self._called(alike)
         own = [BlockList(self._tree.name(module), tuple(blocks))] if blocks else []
-        return own + [found for child in children if child not in blocks for found in self.lists(child)]
+        return own + [found for child in children if child not in alike for found in self.lists(child)]
+
+    def _called(self, modules: list[nn.Module]) -> list[nn.Module]:
+        """Return the modules with a forward, and in place of one without the large ones below."""
+        found = []
+        for module in modules:
+            if has_forward(module):
+                found.append(module)
+            elif not is_experts(self._tree, module):
+                parts = self._called(self._children(module))
+                least = max(map(self._tree.numel, parts), default=0) / LEAST_SHARE
+                found += [part for part in parts if self._tree.numel(part) >= least]
+        return found
 
     def _has_twins_below(self, module: nn.Module) -> bool:
         children = self._children(module)
         return (self._may_have_blocks(module) and _has_twins(children)) or any(map(self._has_twins_below, children))
 
     def _may_have_blocks(self, module: nn.Module) -> bool:
-        return isinstance(module, _LISTS) and "expert" not in self._tree.name(module).rpartition(".")[2]
+        return isinstance(module, _LISTS) and not is_experts(self._tree, module)
 
     def _children(self, module: nn.Module) -> list[nn.Module]:
         """Return the children that own parameters, each once; none that contains ``module``."""

@@ -81,7 +81,7 @@ def message_columns(layout: PerParameterLayout, transport: Transport, repeated: 
     if not transport.copies_columns or layout.world_size == 1:
         return []
     packed = [(s.shard_offset, i, s) for i, s in enumerate(layout.slots) if s.shard_numel and not s.in_place]
-    columns, end, padding = [], layout.message_offset, 0
+    columns, end = [], layout.message_offset
     for offset, index, slot in sorted(packed):
         if offset > end:
             columns.append(Column(offset - end, None))
