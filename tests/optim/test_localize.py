@@ -334,6 +334,13 @@ def test_what_users_write_into_state_counts(rank: Rank) -> None:
     edit(lambda o, p: o.state[p].update(step=torch.tensor(3.0)))
     edit(lambda o, p: o.param_groups[0].update(lr=0.02, weight_decay=0.5, betas=(0.5, 0.9)))
     edit(lambda o, p: o.state[p].update(note="mine"))
+    edit(lambda o, p: o.state.clear())
+    edit(lambda o, p: o.state[p]["step"].data.fill_(9))
+    assert pair.optimizers[0].state[pair.models[0].second[0].weight]["step"] == 10
+    edit(lambda o, p: setattr(o.state[p]["step"], "data", torch.ones_like(o.state[p]["step"])))
+    edit(lambda o, p: local(o.state[p]["exp_avg"]).set_(torch.ones_like(local(o.state[p]["exp_avg"]))))
+    edit(lambda o, p: setattr(local(o.state[p]["exp_avg"]), "data", torch.ones_like(local(o.state[p]["exp_avg"]))))
+    edit(lambda o, p: o.state.update({"another key": o.state.pop(next(reversed(o.state)))}))
 
 
 @on_ranks(2)
@@ -621,8 +628,27 @@ def test_an_optimizer_that_the_user_vouches_for(rank: Rank) -> None:
         pair.step(spare=spare)
         pair.check()
         assert_gaps_are_zero(pair.models[0])
-    assert pair.optimizers[0].state["all"] == {"steps": 4}
-    assert pair.optimizers[0].param_groups[0]["seen"] == 4
+    for _, optimizer in pair:
+        optimizer.state.update({p: dict(entries) for p, entries in optimizer.state.items()})
+    pair.step(spare=True)
+    pair.check()
+    assert pair.optimizers[0].state["all"] == {"steps": 5}
+    assert pair.optimizers[0].param_groups[0]["seen"] == 5
+
+
+@on_ranks(2)
+def test_a_step_that_calls_another(rank: Rank) -> None:
+    """A subclass calls the step of its base class, around which torch runs hooks too."""
+    optim.AdamW([nn.Parameter(torch.ones(1))])  # torch adds the hooks when the class is used first
+    pair = Pair(rank, lambda model: Changed(model.parameters(), lr=0.1), elementwise=True)
+    seen: list[int] = []
+    pair.optimizers[0].register_step_post_hook(
+        lambda found, *_: seen.append(sum(isinstance(p, DTensor) for p in found.state))
+    )
+    for _ in range(3):
+        pair.step()
+        pair.check()
+    assert seen == [len(pair.optimizers[0].state)] * 3
 
 
 class Subclass(optim.AdamW):

@@ -289,6 +289,11 @@ def test_nonfinite_of_unreduced_gradients(rank: Rank) -> None:
         model[1].weight.grad[0, 0] = math.nan
     with pytest.raises(FullshardError, match=r"parameter 1 of shape \(2, 2\)"):
         get_total_norm([p.grad for p in model.parameters()], error_if_nonfinite=True)
+    for order in (2.0, 1.0, -1.0):  # an infinite sum is no NaN; of the order -1 it is that of a zero
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        model[1].weight.grad = torch.full((2, 2), math.inf if order > 0 else 0.0)
+        total = clip_grad_norm_(model.parameters(), 1.0, order)
+        assert_equal(total, torch.tensor(math.inf if order > 0 else 0.0), f"order {order}")
 
 
 @on_ranks(2)

@@ -237,10 +237,10 @@ class _NormInputs:
             first = axis.group.rank() == 0
             # Sums that are neither sharded over this axis nor complete wait for a larger axis.
             updated = [axis in axes or done.issuperset(axes) for axes in axes_of_sums]
-            # Other ranks than the first contribute a complete sum times zero, which keeps NaN: a sum that is not finite
-            # is seen on all ranks.
-            factors = [1.0 if axis in axes or first else 0.0 for axes in axes_of_sums]
-            sent = sums * sums.new_tensor(factors)
+            # Of complete sums, other ranks than the first contribute only what is not finite, so that all ranks see it.
+            counts = [axis in axes or first for axes in axes_of_sums]
+            kept = ~sums.isfinite() | torch.tensor(counts, device=sums.device)
+            sent = sums.where(kept, sums.new_zeros(()))
             _all_reduce(sent, dist.ReduceOp.SUM, axis)
             sums = sent if all(updated) else torch.where(torch.tensor(updated, device=sums.device), sent, sums)
             done.add(axis)

@@ -108,13 +108,18 @@ class FlatStates:
         return slices
 
     def flat_of(self, slices: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
-        """Return the part of a flat tensor that has ``slices`` as the members' slices; None if there is none."""
+        """Return the part of a flat tensor that has ``slices`` as the members' slices; None if there is none, also if
+        a slice was given other memory.
+        """
         flat, start = self._slices.get(slices[0], (None, 0))
         expected = [(id(flat), start + offset) for offset in tensor.offsets]
         found = [self._slices.get(each, (None, 0)) for each in slices]
         if flat is None or [(id(each), offset) for each, offset in found] != expected:
             return None
         part: torch.Tensor = flat.narrow(0, start, tensor.parameter.numel())
+        addresses = [part.data_ptr() + offset * part.itemsize for offset in tensor.offsets]
+        if addresses != [each.data_ptr() for each in slices]:
+            return None
         return part
 
 
@@ -227,12 +232,15 @@ class ScalarState:
     _values: torch.Tensor  # one per local tensor
     _user_values: torch.Tensor  # one per parameter
     _owner: torch.Tensor  # the local tensor of each parameter
+    _first: torch.Tensor  # the first parameter of each local tensor
     _version: int  # version of the user's copies at the last write-back
 
     def __init__(self, name: Any, tensors: Sequence[LocalTensor], states: Sequence[StateEntries]) -> None:
         self._values = torch.stack([state[name] for state in states])
         owners = [index for index, tensor in enumerate(tensors) for _ in tensor.members]
+        firsts = accumulate((len(tensor.members) for tensor in tensors[:-1]), initial=0)
         self._owner = torch.tensor(owners, device=self._values.device)
+        self._first = torch.tensor([*firsts], device=self._values.device)
         self._user_values = self._values[self._owner]
         for tensor, state, value in zip(tensors, states, self._values.unbind(), strict=True):
             state[name] = tensor.known[name] = value
@@ -242,10 +250,18 @@ class ScalarState:
             member.state[name] = value
         self._version = self._user_values._version
 
-    @property
-    def is_current(self) -> bool:
-        """True if nothing else has written to the user's copies."""
-        return self._user_values._version == self._version
+    def begin(self) -> bool:
+        """Return True if nothing else has written to the user's copies.
+
+        Writes through ``.data`` or an array have no version. On the CPU, values are compared; elsewhere that would wait
+        for the device, and what was written to all parameters of a local tensor alike is taken over.
+        """
+        if self._user_values._version != self._version:
+            return False
+        if self._values.device.type == "cpu":
+            return torch.equal(self._user_values, self._values[self._owner])
+        torch.index_select(self._user_values, 0, self._first, out=self._values)
+        return True
 
     def write_back(self) -> None:
         """Update the user's copies after a step."""

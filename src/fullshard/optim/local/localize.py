@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.optimizer_steps import managed_parameters
-from fullshard.optim.local.step import LocalStep
+from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep
 
 __all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "usable_step"]
 
@@ -267,7 +267,8 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of the same class, groups and attributes, without parameters and state."""
     made: Optimizer = object.__new__(type(optimizer))
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    # The one attribute is torch's, of a warning that is given in the real step.
-    own = {"param_groups": groups, "state": defaultdict(dict), "_warned_capturable_if_run_uncaptured": True}
+    # Its step may call that of a base class, around which torch runs hooks again.
+    own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, **WITHOUT_HOOKS}
+    own["_warned_capturable_if_run_uncaptured"] = True  # torch's, of a warning that is given in the real step
     vars(made).update({**vars(optimizer), **own})
     return made

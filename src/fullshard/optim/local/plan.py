@@ -63,6 +63,8 @@ class StepPlan:
     _first_members: list[int]  # the first member of each plain local tensor, among the members
     _distances: list[int | None]  # bytes from each member's gradient to the next, if both may be stepped together
     _dependencies: list[Any]  # that the plan depends on
+    _slices: list[torch.Tensor]  # the user's view of the state of flat tensors, on the memory of the optimizer's
+    _addresses: list[int]  # of the slices
     _types: list[type]  # of all gradients
     _layout: list[Any]  # of the members' gradients
 
@@ -80,8 +82,9 @@ class StepPlan:
             self.tensors = plain + others
             self._load_state(state)
         all_gradients = [parameter.grad for parameter in self._parameters]
-        self._dependencies, self._types = _dependencies(optimizer), [*map(type, all_gradients)]
+        self._types = [*map(type, all_gradients)]
         self._layout = self._local(all_gradients)[1]
+        self._depend_on(optimizer)
 
     def _load_state(self, state: State) -> None:
         self.local_state, self._written = defaultdict(dict), ([], [])
@@ -111,7 +114,9 @@ class StepPlan:
         objects = _dependencies(optimizer)
         if len(objects) != len(self._dependencies) or not all(map(operator.is_, objects, self._dependencies)):
             return False
-        if not all(scalars.is_current for scalars in self._scalars):
+        if list(map(_address_of, self._slices)) != self._addresses or not all(
+            scalars.begin() for scalars in self._scalars
+        ):
             return False
         all_gradients = [parameter.grad for parameter in self._parameters]
         if list(map(type, all_gradients)) != self._types:
@@ -152,7 +157,15 @@ class StepPlan:
             if parameter not in state and states.get(id(parameter)) is not None:
                 state[parameter] = states[id(parameter)]
         state.update(shared)
+        self._depend_on(optimizer)
+
+    def _depend_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what the optimizer consists of now."""
         self._dependencies = _dependencies(optimizer)
+        members = (member for tensor in self.tensors if tensor.is_flat for member in tensor.members)
+        entries = (entry for member in members for entry in (member.state or {}).values())
+        self._slices = [_local_of(entry) for entry in entries if isinstance(entry, torch.Tensor)]
+        self._addresses = list(map(_address_of, self._slices))
 
     def _contents(self) -> tuple[list[Any], list[Any]]:
         names = chain.from_iterable((*own, None) for own in self.local_state.values())
@@ -250,6 +263,10 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
     for candidate in found:
         places.setdefault(id(candidate.buffer), len(places))
     return sorted(found, key=lambda c: (c.group, places[id(c.buffer)], c.offset)), others
+
+
+def _local_of(entry: torch.Tensor) -> torch.Tensor:
+    return entry._local_tensor if isinstance(entry, DTensor) else entry
 
 
 def _local_shards(
@@ -351,7 +368,9 @@ def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups, state = optimizer.param_groups, optimizer.state
     parameters = list(chain.from_iterable((*group["params"], None) for group in groups))
     locals_ = [parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)]
-    return [state, *(group.get("fused") for group in groups), *parameters, *locals_, *_entries_of(state)]
+    keys_and_values = chain.from_iterable(state.items())  # of all parameters: the dictionaries of their entries
+    fused = (group.get("fused") for group in groups)
+    return [state, *fused, *parameters, *locals_, *keys_and_values, *_entries_of(state)]
 
 
 def _entries_of(state: State) -> list[Any]:

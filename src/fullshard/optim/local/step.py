@@ -18,7 +18,11 @@ from fullshard.optim.local.local_tensors import FlatStates, LocalTensor
 from fullshard.optim.local.plan import StepPlan
 from fullshard.profiling import profiled
 
-__all__ = ["LocalStep", "StepSchedule"]
+__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule"]
+
+
+# Attributes of an optimizer that steps without hooks of its own.
+WITHOUT_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
 class StepSchedule(Protocol):
@@ -126,12 +130,14 @@ class LocalStep:
             (others.setdefault(tensor.group, []) if is_dtensor else plain[tensor.group]).append(tensor.parameter)
         numbered = [*enumerate(plain), *others.items()]
         local_groups = [{**options[number], "params": parameters} for number, parameters in numbered]
-        before, state = [dict(group) for group in local_groups], attributes["state"]
-        attributes["param_groups"], attributes["state"] = local_groups, self._plan.local_state
+        before = [dict(group) for group in local_groups]
+        replaced = {"param_groups": local_groups, "state": self._plan.local_state, **WITHOUT_HOOKS}
+        users = {name: attributes[name] for name in replaced}
+        attributes.update(replaced)
         try:
             self._inner(optimizer, *args, **kwargs)
         finally:
-            attributes["param_groups"], attributes["state"] = groups, state
+            attributes.update(users)
         return [
             (number, {name: value for name, value in new.items() if name not in old or old[name] is not value})
             for (number, _), old, new in zip(numbered, before, local_groups, strict=True)
