@@ -84,7 +84,7 @@ STAGES = (
     _stage("wrap_time", 1.5, 7),
     _stage("optimizer_cost", 1.0, 15),
     _stage("nccl_counts", 1.0),
-    _stage("nccl_counts", 3.5, arguments="--device emulated", result="nccl_counts_emulated"),
+    _stage("nccl_counts", 6.0, arguments="--device emulated", result="nccl_counts_emulated"),
     _stage("overlap", 1.5, 3),
     _stage("scaling", 4.5),
     _stage("quantization", 4.0, arguments="--steps 500"),
