@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -159,6 +160,7 @@ def dropped(rank: Rank) -> Values:
     fullshard.optim.overlap(optimizer, model)
     model(torch.ones(4, DIM)).square().mean().backward()
     del optimizer, model
+    gc.collect()  # a cycle of whatever ran before may have held them
     return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
 
 
@@ -167,6 +169,7 @@ def unshard_dropped(rank: Rank) -> Values:
     model = _sharded(rank)
     handle = model[1].unshard(async_op=True)  # type: ignore[index,operator]
     del handle, model
+    gc.collect()
     return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
 
 
