@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -153,6 +152,12 @@ def refilled_input(rank: Rank) -> Values:
     return [output.cpu() for output in outputs]
 
 
+def _others() -> Values:
+    """Tensors that are all there at the same time: one alone may take memory that an earlier test has freed."""
+    others = [torch.full((2 * DIM, DIM), float(n)) for n in range(160)]
+    return [other.cpu() for other in others]
+
+
 def dropped(rank: Rank) -> Values:
     """A model that is deleted while its last reductions are under way; others take its memory."""
     model = _sharded(rank)
@@ -160,8 +165,7 @@ def dropped(rank: Rank) -> Values:
     fullshard.optim.overlap(optimizer, model)
     model(torch.ones(4, DIM)).square().mean().backward()
     del optimizer, model
-    gc.collect()  # a cycle of whatever ran before may have held them
-    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+    return _others()
 
 
 def unshard_dropped(rank: Rank) -> Values:
@@ -169,8 +173,7 @@ def unshard_dropped(rank: Rank) -> Values:
     model = _sharded(rank)
     handle = model[1].unshard(async_op=True)  # type: ignore[index,operator]
     del handle, model
-    gc.collect()
-    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+    return _others()
 
 
 def resharded(rank: Rank) -> Values:
@@ -178,7 +181,7 @@ def resharded(rank: Rank) -> Values:
     model = _sharded(rank)
     model[1].unshard(async_op=True)  # type: ignore[index,operator]
     model[1].reshard()  # type: ignore[index,operator]
-    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+    return _others()
 
 
 def failing_launch(rank: Rank) -> Values:
