@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,18 @@ def _placed_by_its_caller() -> bool:
     return frame is not None and _FULLSHARD in frame.f_code.co_filename
 
 
+def races_so_far(device: torch.device) -> Sequence[object]:
+    """What has raced since the last call: for a test that says which of it may."""
+    if device.type != EMULATED:
+        return ()
+    from accelerator.races import take_races
+
+    return take_races()
+
+
 def forget_races(device: torch.device) -> None:
     """Begin a body: what was found before is not its fault."""
-    if device.type == EMULATED:
-        from accelerator.races import take_races
-
-        take_races()
+    races_so_far(device)
 
 
 def check_races(device: torch.device) -> None:
