@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -154,6 +155,7 @@ def refilled_input(rank: Rank) -> Values:
 
 def _others() -> Values:
     """Tensors that are all there at the same time: one alone may take memory that an earlier test has freed."""
+    gc.collect()  # a model may be in a cycle, such as that of an exception before
     others = [torch.full((2 * DIM, DIM), float(n)) for n in range(160)]
     return [other.cpu() for other in others]
 

@@ -103,7 +103,7 @@ class Prefetcher:
 
     order: ExecutionOrder
     budget: int | None  # bytes of unsharded parameters that may be prefetched; None: one unit
-    kept: set[_UnitRef] | None  # units that stay unsharded from forward to backward; None: not known yet
+    kept: dict[_UnitRef, None] | None  # units that stay unsharded from forward to backward, in order; None: not known
     ended: list[_UnitRef]  # forwards that wait for their backward, in the order in which they ended
     passed_by: list[_UnitRef]  # forwards that were skipped: the backward of an earlier one began first
     _root: _UnitRef
@@ -279,7 +279,7 @@ class Prefetcher:
         root, self.kept = self._root(), None
         if root is None or root.settings.backward_order != "before" or root.settings.backward_prefetch:
             return
-        self.kept = set()
+        self.kept = {}
         if self.budget == 0:
             return
         large = tiny = ahead = 0  # ahead: bytes beside the last unit that is not tiny, as it computes
@@ -293,4 +293,4 @@ class Prefetcher:
             if full or tiny > MAX_TINY_UNITS_TOGETHER:
                 return
             large += not unit.tiny
-            self.kept.add(ref)
+            self.kept[ref] = None
