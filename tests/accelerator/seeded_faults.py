@@ -154,9 +154,13 @@ def refilled_input(rank: Rank) -> Values:
 
 
 def _others() -> Values:
-    """Tensors that are all there at the same time: one alone may take memory that an earlier test has freed."""
+    """Tensors of many sizes that are all there at the same time, so that whatever was freed is used again.
+
+    One tensor alone may take memory that an earlier test has freed, and which free blocks are neighbors, and so make
+    one of another size, depends on their addresses.
+    """
     gc.collect()  # a model may be in a cycle, such as that of an exception before
-    others = [torch.full((2 * DIM, DIM), float(n)) for n in range(160)]
+    others = [torch.full((numel,), float(n)) for n in range(40) for numel in (2 * DIM * DIM, DIM * DIM, 256, 64, 16)]
     return [other.cpu() for other in others]
 
 
