@@ -350,7 +350,7 @@ def test_moving_average(rank: Rank) -> None:
 def test_example_of_fabric_with_lightnings_launcher() -> None:
     """Lightning starts the second process, which stands in as well; training and resuming bring the loss down."""
     printed = run_example("lightning_fabric.py", by=("fullshard.dropin",))
-    assert sorted(re.findall(r"rank (\d) trains with (fullshard\.wrapper)", printed)) == [
+    assert sorted(re.findall(r"rank (\d) trains with (\S+)", printed)) == [
         ("0", "fullshard.wrapper.fsdp"),
         ("1", "fullshard.wrapper.fsdp"),
     ]
