@@ -182,7 +182,10 @@ class CollectiveTransport(Transport):
 
     def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
         options = reduction.asynchronous if self.asynchronous else reduction.synchronous
-        return self.reduce_group._reduce_scatter_base(_real(operand.shard), _real(operand.unsharded), options)
+        shard, unsharded = operand.shard, operand.unsharded
+        if shard.is_complex():
+            shard, unsharded = _real(shard), _real(unsharded)
+        return self.reduce_group._reduce_scatter_base(shard, unsharded, options)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.group, requests, self._issue_all_reduce)

@@ -32,7 +32,8 @@ class View(NamedTuple):
 
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view, on ``tensor``."""
-        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+        offset, shape, stride = self
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
 
 
 class Column(NamedTuple):

@@ -214,18 +214,19 @@ class ReductionPlan:
         """
         presence = [] if self.presence is None else [self._presence(gradients)]
         inputs: Gradients = []
+        direct, sent_dtype = self.direct, self.dtype
         for index, parameter in enumerate(self.parameters):
             gradient, gradients[index] = gradients[index], None
-            slot = self.direct.get(index)
-            if slot is not None and (gradient is None or slot.padded or writable):
+            slot = direct.get(index)
+            if slot is None:
+                if gradient is not None:
+                    gradient = _conform(gradient, parameter.shape, gradient.dtype)  # packing casts
+            elif gradient is None or writable or slot.padded:
                 gradient = self._own_copy(gradient, parameter.shape, slot)
-            elif gradient is not None:
-                dtype = gradient.dtype if slot is None else self.dtype  # packing casts
-                gradient = _conform(gradient, parameter.shape, dtype)
-                if slot is not None:
-                    gradient = gradient.as_strided((slot.unsharded_numel,), (1,))
+            else:
+                gradient = _conform(gradient, parameter.shape, sent_dtype).as_strided((slot.unsharded_numel,), (1,))
             inputs.append(gradient)
-        return [*inputs, *presence]
+        return inputs + presence
 
     def _own_copy(self, gradient: torch.Tensor | None, shape: ParameterShape, slot: Slot) -> torch.Tensor:
         copy = empty(slot.unsharded_numel, self.dtype, self.mesh.device)
@@ -265,19 +266,40 @@ class ReductionPlan:
         """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
         if self.reduces_in_place:
             return [Operand(each, each) for each in shards]
-        slots = ((inputs[index], slot) for index, slot in self.direct.items())
+        if not self.direct:
+            return []
+        sizes, pieces = self._direct_pieces
+        parts = shards[0].split_with_sizes(sizes)  # one call, where a view of each would take several times as long
         return [
-            Operand.of_parameter(shards[0].narrow(0, slot.shard_offset, slot.shard_numel), gradient)
-            for gradient, slot in slots
-            if gradient is not None
+            Operand(parts[piece], gradient, slices)
+            for index, piece, slices in pieces
+            if (gradient := inputs[index]) is not None
         ]
+
+    @cached_property
+    def _direct_pieces(self) -> tuple[list[int], list[tuple[int, int, tuple[Slice, ...]]]]:
+        """Sizes of all pieces of the first tensor of shards; index, piece and slices of each direct gradient."""
+        sizes: list[int] = []
+        pieces, end = {}, 0
+        for index, slot in sorted(self.direct.items(), key=lambda each: each[1].shard_offset):
+            if slot.shard_offset > end:
+                sizes.append(slot.shard_offset - end)
+            nbytes = slot.unsharded_numel * self.dtype.itemsize
+            pieces[index] = (index, len(sizes), (Slice(0, slot.shard_numel, nbytes),))
+            sizes.append(slot.shard_numel)
+            end = slot.shard_offset + slot.shard_numel
+        if self.shards_numel > end:
+            sizes.append(self.shards_numel - end)
+        return sizes, [pieces[index] for index in self.direct]
 
     def packed_operands(self, shards: torch.Tensor, message: torch.Tensor) -> list[Operand]:
         """The operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
         for offset, numel, slices in self.packed:
             sent = numel * self.mesh.world_size
-            operands.append(Operand(shards.narrow(0, offset, numel), message.narrow(0, start, sent), slices))
+            whole = sent == self.message.numel
+            part = message if whole else message.narrow(0, start, sent)
+            operands.append(Operand(shards.narrow(0, offset, numel), part, slices))
             start += sent
         return operands
 
@@ -300,9 +322,11 @@ class ReductionPlan:
             if any(present):
                 accumulate_gradient(self.handle.flat, shards[0].narrow(0, 0, self.presence_offset))
             return
-        for parameter, (tensor, view), is_there in zip(self.parameters, self.views, present, strict=True):
+        starts = [tensor.storage_offset() for tensor in shards]
+        for parameter, (index, view), is_there in zip(self.parameters, self.views, present, strict=True):
             if is_there:
-                parameter.accumulate(view.on(shards[tensor]))
+                offset, shape, stride = view
+                parameter.accumulate(shards[index].as_strided(shape, stride, starts[index] + offset))
 
     def arriving(
         self, shards: Sequence[torch.Tensor], present: Sequence[bool]
@@ -322,9 +346,10 @@ def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) 
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = gradient.resolve_conj()  # autograd conjugates lazily, which flat views do not see
-    if gradient.dtype is dtype and gradient.stride() == shape.stride:
-        return gradient
-    if gradient.dtype is dtype and gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
-        return gradient
+    if gradient.dtype is dtype:
+        if gradient.stride() == shape.stride:
+            return gradient
+        if gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
+            return gradient
     conforming = torch.empty_strided(shape.shape, shape.stride, dtype=dtype, device=gradient.device)
     return conforming.copy_(gradient)
