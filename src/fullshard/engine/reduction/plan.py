@@ -40,7 +40,7 @@ class PackCopy(NamedTuple):
     """One copy from a gradient, or from the presence numbers, into the message."""
 
     gradient: int  # index of the parameter; the presence numbers come behind all of them
-    source: View
+    source: View | None  # None: as they are, which is how presence numbers are kept
     target: View
 
 
@@ -50,6 +50,14 @@ class PackedShards(NamedTuple):
     offset: int
     numel: int
     slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
+
+
+class _Pieces(NamedTuple):
+    """How the first tensor of shards is cut into the shards of operands."""
+
+    sizes: list[int]  # of all pieces, in order, also of those that nothing is reduced into
+    direct: list[tuple[int, int, tuple[Slice, ...]]]  # index of a gradient, index of its piece, slices of its operand
+    packed: list[int]  # indices of the pieces of ``ReductionPlan.packed``
 
 
 class PackedRows(NamedTuple):
@@ -110,7 +118,7 @@ class ReductionMessage(Buffer):
                 zeros.append(place)
             else:
                 targets.append(place)
-                sources.append(copy.source.on(gradient))
+                sources.append(gradient if copy.source is None else copy.source.on(gradient))
         if zeros:
             torch._foreach_zero_(zeros)
         if targets:  # on one rank there may be neither gradients nor presence numbers
@@ -262,44 +270,52 @@ class ReductionPlan:
         direct = [inputs[index] for index in self.direct] if self.reduces_in_place else []
         return [first, *(each for each in direct if each is not None)]
 
-    def direct_operands(self, inputs: Gradients, shards: Sequence[torch.Tensor]) -> list[Operand]:
+    def pieces_of(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The first tensor of shards, cut where operands of the reduce-scatter begin and end; none if in place.
+
+        One call makes all of them, where a view of each takes several times as long.
+        """
+        return () if self.reduces_in_place else shards[0].split_with_sizes(self._pieces.sizes)
+
+    @cached_property
+    def _pieces(self) -> _Pieces:
+        sent = [(slot.shard_offset, slot.shard_numel, index) for index, slot in self.direct.items()]
+        sent += [(part.offset, part.numel, -1) for part in self.packed]
+        sizes: list[int] = []
+        direct, packed, end = {}, [], 0
+        for offset, numel, index in sorted(sent):
+            if offset > end:
+                sizes.append(offset - end)
+            if index >= 0:
+                nbytes = self.direct[index].unsharded_numel * self.dtype.itemsize
+                direct[index] = (index, len(sizes), (Slice(0, numel, nbytes),))
+            else:
+                packed.append(len(sizes))
+            sizes.append(numel)
+            end = offset + numel
+        if self.shards_numel > end:
+            sizes.append(self.shards_numel - end)
+        return _Pieces(sizes, [direct[index] for index in self.direct], packed)
+
+    def direct_operands(
+        self, inputs: Gradients, shards: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+    ) -> list[Operand]:
         """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
         if self.reduces_in_place:
             return [Operand(each, each) for each in shards]
-        if not self.direct:
-            return []
-        sizes, pieces = self._direct_pieces
-        parts = shards[0].split_with_sizes(sizes)  # one call, where a view of each would take several times as long
         return [
-            Operand(parts[piece], gradient, slices)
-            for index, piece, slices in pieces
+            Operand(pieces[piece], gradient, slices)
+            for index, piece, slices in self._pieces.direct
             if (gradient := inputs[index]) is not None
         ]
 
-    @cached_property
-    def _direct_pieces(self) -> tuple[list[int], list[tuple[int, int, tuple[Slice, ...]]]]:
-        """Sizes of all pieces of the first tensor of shards; index, piece and slices of each direct gradient."""
-        sizes: list[int] = []
-        pieces, end = {}, 0
-        for index, slot in sorted(self.direct.items(), key=lambda each: each[1].shard_offset):
-            if slot.shard_offset > end:
-                sizes.append(slot.shard_offset - end)
-            nbytes = slot.unsharded_numel * self.dtype.itemsize
-            pieces[index] = (index, len(sizes), (Slice(0, slot.shard_numel, nbytes),))
-            sizes.append(slot.shard_numel)
-            end = slot.shard_offset + slot.shard_numel
-        if self.shards_numel > end:
-            sizes.append(self.shards_numel - end)
-        return sizes, [pieces[index] for index in self.direct]
-
-    def packed_operands(self, shards: torch.Tensor, message: torch.Tensor) -> list[Operand]:
+    def packed_operands(self, pieces: Sequence[torch.Tensor], message: torch.Tensor) -> list[Operand]:
         """The operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
-        for offset, numel, slices in self.packed:
+        for piece, (_, numel, slices) in zip(self._pieces.packed, self.packed, strict=True):
             sent = numel * self.mesh.world_size
-            whole = sent == self.message.numel
-            part = message if whole else message.narrow(0, start, sent)
-            operands.append(Operand(shards.narrow(0, offset, numel), part, slices))
+            part = message if sent == self.message.numel else message.narrow(0, start, sent)
+            operands.append(Operand(pieces[piece], part, slices))
             start += sent
         return operands
 
