@@ -201,12 +201,11 @@ class CollectiveTransport(Transport):
         requests: Sequence[CommRequest],
         issue: Callable[[Operand, Reduction], Work | None],
     ) -> Sequence[Work]:
-        reductions = [
-            (operand, self._reduction_of(operand.shard.dtype, request.scaling))
-            for request in requests
-            for operand in request.operands
-            if operand.unsharded.numel()
-        ]
+        reductions: list[tuple[Operand, Reduction]] = []
+        for _, operands, scaling in requests:
+            dtypes = {operand.shard.dtype for operand in operands}
+            by_dtype = {dtype: self._reduction_of(dtype, scaling) for dtype in dtypes}
+            reductions += [(each, by_dtype[each.shard.dtype]) for each in operands if each.unsharded.numel()]
         # Ahead of the launch: nothing but collectives may come inside a group call.
         for operand, reduction in reductions:
             if reduction.before != 1:
