@@ -276,10 +276,11 @@ class HostWork:
     def wait(self) -> None:
         """Wait for the works and finish, unless that was done."""
         works, self._works = self._works, []
-        try:
-            wait_for_all(works)
-        except RuntimeError as error:
-            self._error = error
+        if works:
+            try:
+                wait_for_all(works)
+            except RuntimeError as error:
+                self._error = error
         if self._error is not None:
             raise self._error
         finish, self._finish = self._finish, None
@@ -298,8 +299,9 @@ class _HostLaunch(HostWork):
 
     def __del__(self) -> None:
         # If the model is deleted with an all-gather in flight, its messages must not reach the group's next users.
-        with contextlib.suppress(RuntimeError):
-            wait_for_all(self._works)
+        if self._works:
+            with contextlib.suppress(RuntimeError):
+                wait_for_all(self._works)
 
 
 class HostCommStream:

@@ -35,11 +35,10 @@ __all__ = [
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
-@dataclass(frozen=True)
-class GradScaling:
+class GradScaling(NamedTuple):
     """How a sum of gradients is scaled: each rank's input is divided by ``before``, the sum by ``after``.
 
-    Args:
+    Attributes:
         before: Divisor of every rank's input; 1.0 leaves the inputs unchanged.
         after: Divisor of the sum; 1.0 leaves the sum unchanged.
         native: Allow the backend to divide (NCCL's AVG and PREMUL_SUM). False: a plain SUM, then a multiplication.
@@ -199,10 +198,10 @@ def launch_all(
     Returns:
         The works of all launches.
     """
-    groups: dict[int, tuple[Transport, list[CommRequest]]] = {}
+    groups: dict[Transport, list[CommRequest]] = {}
     for transport, request in requests:
-        groups.setdefault(id(transport), (transport, []))[1].append(request)
-    return issue_all(partial(launch, transport, grouped) for transport, grouped in groups.values())
+        groups.setdefault(transport, []).append(request)
+    return issue_all([partial(launch, transport, grouped) for transport, grouped in groups.items()])
 
 
 def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:

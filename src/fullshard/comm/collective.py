@@ -182,7 +182,10 @@ class CollectiveTransport(Transport):
 
     def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
         options = reduction.asynchronous if self.asynchronous else reduction.synchronous
-        return self.reduce_group._reduce_scatter_base(_real(operand.shard), _real(operand.unsharded), options)
+        shard, unsharded = operand.shard, operand.unsharded
+        if shard.is_complex():
+            shard, unsharded = _real(shard), _real(unsharded)
+        return self.reduce_group._reduce_scatter_base(shard, unsharded, options)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.group, requests, self._issue_all_reduce)
@@ -198,12 +201,11 @@ class CollectiveTransport(Transport):
         requests: Sequence[CommRequest],
         issue: Callable[[Operand, Reduction], Work | None],
     ) -> Sequence[Work]:
-        reductions = [
-            (operand, self._reduction_of(operand.shard.dtype, request.scaling))
-            for request in requests
-            for operand in request.operands
-            if operand.unsharded.numel()
-        ]
+        reductions: list[tuple[Operand, Reduction]] = []
+        for _, operands, scaling in requests:
+            dtypes = {operand.shard.dtype for operand in operands}
+            by_dtype = {dtype: self._reduction_of(dtype, scaling) for dtype in dtypes}
+            reductions += [(each, by_dtype[each.shard.dtype]) for each in operands if each.unsharded.numel()]
         # Ahead of the launch: nothing but collectives may come inside a group call.
         for operand, reduction in reductions:
             if reduction.before != 1:

@@ -110,9 +110,10 @@ class _Boundary(Function):
         ctx.events, ctx.ran_in = events, NO_BACKWARD
         # Missing gradients stay None. Not if inputs are wrapper subclasses (DTensor, AsyncCollectiveTensor): without
         # materialized gradients, compiled code that takes them loses the node that made them.
-        ctx.set_materialize_grads(any(type(t) is not torch.Tensor for t in tensors))
+        plain = all(type(t) is torch.Tensor for t in tensors)
+        ctx.set_materialize_grads(not plain)
         # Compiled code loses the gradient of an unfinished collective; any computation would wait for it anyway.
-        return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors)
+        return tensors if plain else tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -218,7 +218,9 @@ class Prefetcher:
         """
         if self.budget == 0:
             return
-        room, crowded, together, kept = self.budget, False, list[Unit](), set[Unit]()
+        room, crowded = self.budget, False
+        together: list[Unit] = []
+        kept: set[Unit] = set()
         for prefetched in self.units():
             crowded |= not prefetched.tiny
             if room is not None:

@@ -35,8 +35,13 @@ class BucketAllGather:
         """The operands of the all-gather."""
         raise NotImplementedError
 
-    def copy_out(self) -> None:
-        """Put what has arrived in its place; on the communication stream."""
+    def copy_out(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Put what has arrived in its place; on the communication stream.
+
+        Args:
+            targets: To be extended by tensors to copy to, all at once.
+            sources: To be extended by what is copied there.
+        """
 
     def arrived(self) -> None:
         """Free the messages; on the compute stream, which has waited."""
@@ -60,8 +65,12 @@ def issue_all_gathers(
         return launch_all(((each.transport, each.request(unit)) for unit, each in all_gathers), Transport.all_gather)
 
     def finish() -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for _, each in all_gathers:
-            each.copy_out()
+            each.copy_out(targets, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     return comm_stream.issue(launch, finish, allocate=allocate, after=after)
 
@@ -184,25 +193,28 @@ class PerParameterAllGather(BucketAllGather):
         own = self._own_section(self._transport_memory) if self._cast[0] else packed.shard
         return CommRequest(unit, [*in_place, Operand(own, self._transport_memory, packed.slices)])
 
-    def copy_out(self) -> None:
+    def copy_out(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy packed parameters from the message to the unsharded buffer, beside those that are in place."""
         if not self._all_packed:
-            self._unpack()
+            self._unpack(targets, sources)
 
-    def _unpack(self) -> None:
+    def _unpack(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         if self._unpacking is None:
             return
         foreign = self._transport_memory
-        if foreign is None:
-            self._unpacking.copy(self._own_message, self._sources)
-        else:
-            self._unpacking.copy(foreign, self._unpacking.sources(foreign))
+        self._unpacking.copy_columns(self._own_message if foreign is None else foreign)
+        targets += self._unpacking.targets
+        sources += self._sources if foreign is None else self._unpacking.sources(foreign)
 
     def arrived(self) -> None:
         """Copy parameters out of the message if all are packed, and free the messages."""
         if self._all_packed:
             self.unsharded.allocate()
-            self._unpack()
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            self._unpack(targets, sources)
+            if targets:
+                torch._foreach_copy_(targets, sources)
         self.abandon()
 
     def abandon(self) -> None:

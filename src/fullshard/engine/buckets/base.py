@@ -241,18 +241,21 @@ class Bucket:
 
     def begin_reduction(self, terms: ReductionTerms) -> list[GradReduction]:
         """Take the unsharded gradients of the trainable parameters, and return the reductions to be issued."""
-        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        expected = {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        if self._has_unreduced_grads:
+            expected |= self._has_unreduced_grads
+            self._has_unreduced_grads.clear()
         trainable = self._reduced_together(expected)
-        self._has_unreduced_grads.clear()
         pending = []
-        for key, plan in self._plans.items():  # what reductions of other sets of trainable parameters have left
-            if terms.all_reduce and key != trainable and self.partial_reduce_output.needed_by(plan):
-                count = len(plan.parameters)
-                pending.append(GradReduction(plan, [None] * count, terms, self.partial_reduce_output, [True] * count))
+        if terms.all_reduce and self.partial_reduce_output.needs_all_reduce:
+            for key, other in self._plans.items():  # what reductions of other sets of trainable parameters have left
+                if key != trainable and self.partial_reduce_output.needed_by(other):
+                    flags = [True] * len(key)
+                    pending.append(GradReduction(other, [None] * len(key), terms, self.partial_reduce_output, flags))
         if trainable:
-            if trainable not in self._plans:
-                self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
-            plan = self._plans[trainable]
+            plan = self._plans.get(trainable)
+            if plan is None:
+                plan = self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
             gradients = [parameter.take_gradient() for parameter in plan.parameters]
             flags = [i in expected for i in trainable]
             pending.append(GradReduction(plan, gradients, terms, self.partial_reduce_output, flags))

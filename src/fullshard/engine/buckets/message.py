@@ -32,7 +32,8 @@ class View(NamedTuple):
 
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view, on ``tensor``."""
-        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+        offset, shape, stride = self
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
 
 
 class Column(NamedTuple):
@@ -143,11 +144,11 @@ class Unpacking:
     _sizes: list[int]  # of the columns; empty: no parameter is copied by columns
     _columns: list[torch.Tensor]  # where they are copied to
     _padding: Buffer | None  # where those without a parameter are copied to; memory only while they are
-    _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied one by one
+    targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied one by one
     _views: list[View]  # where it is copied from, on the message
 
     def __init__(self, layout: PerParameterLayout, unsharded: Buffer, transport: Transport) -> None:
-        self._world_size, self._targets, self._views, self._padding = layout.world_size, [], [], None
+        self._world_size, self.targets, self._views, self._padding = layout.world_size, [], [], None
         columns = message_columns(layout, transport)
         self._sizes = [column.numel for column in columns]
         self._columns = self._column_targets(columns, layout, unsharded)
@@ -157,7 +158,7 @@ class Unpacking:
                 continue
             for own_view, view in message_copies(slot, layout, unpack=True):
                 offset = slot.unsharded_offset + own_view.offset
-                self._targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
+                self.targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
                 self._views.append(view)
 
     def _column_targets(
@@ -192,12 +193,10 @@ class Unpacking:
             self._padding.free()
 
     def sources(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of ``message`` from which parameters are copied one by one, for ``copy``."""
+        """Return the views of ``message`` from which parameters are copied one by one, to ``targets``."""
         return [view.on(message) for view in self._views]
 
-    def copy(self, message: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        """Copy all packed parameters out of ``message``, the flat message of all ranks."""
+    def copy_columns(self, message: torch.Tensor) -> None:
+        """Copy what is copied by columns out of ``message``, the flat message of all ranks."""
         if self._sizes:
             torch.split_with_sizes_copy(message.view(self._world_size, -1), self._sizes, dim=1, out=self._columns)
-        if self._targets:
-            torch._foreach_copy_(self._targets, sources)

@@ -16,13 +16,12 @@ class Registration:
 
     unsharded: bool  # the modules hold the unsharded parameters, or copies of them
     copies: bool  # the modules hold copies
-    _parameters: list[ShardedParameter]
     _plain: list[tuple[dict[str, nn.Parameter | None], str, ShardedParameter]]  # see Owner.plain
     _others: list[tuple[Owner, ShardedParameter]]
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         owned = [(owner, parameter) for parameter in parameters for owner in parameter.owners]
-        self._parameters, self.unsharded, self.copies = list(parameters), False, False
+        self.unsharded = self.copies = False
         self._plain = [(owner.parameters, owner.name, parameter) for owner, parameter in owned if owner.plain]
         self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
 
@@ -37,12 +36,15 @@ class Registration:
     def use_unsharded(self) -> None:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
-        for parameter in self._parameters:  # not sharded.requires_grad: those in a visible flat parameter have its flag
+        for held, name, parameter in self._plain:
+            unsharded = parameter.unsharded
+            # Not sharded.requires_grad: those in a visible flat parameter have its flag.
+            if unsharded.requires_grad is not parameter.requires_grad:
+                parameter.follow_requires_grad()
+            held[name] = unsharded
+        for owner, parameter in self._others:
             if parameter.unsharded.requires_grad is not parameter.requires_grad:
                 parameter.follow_requires_grad()
-        for held, name, parameter in self._plain:
-            held[name] = parameter.unsharded
-        for owner, parameter in self._others:
             owner.set(parameter.unsharded)
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:

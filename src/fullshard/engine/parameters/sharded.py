@@ -206,11 +206,12 @@ class ShardedParameter:
         if unsharded is None or (gradient := unsharded.grad) is None:
             return
         unsharded.grad = None
-        if notify and self.on_gradient is not None:
-            self.on_gradient(self)
-        if notify and len(unsharded._post_accumulate_grad_hooks) > 1:
-            unsharded.grad = _copy_of(gradient)  # to which autograd may add
-            return
+        if notify:
+            if self.on_gradient is not None:
+                self.on_gradient(self)
+            if len(unsharded._post_accumulate_grad_hooks) > 1:
+                unsharded.grad = _copy_of(gradient)  # to which autograd may add
+                return
         if gradient.requires_grad:  # create_graph=True
             gradient = gradient.detach()
         earlier = self.unreduced_grad
@@ -230,8 +231,9 @@ class ShardedParameter:
         gradient, self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad, None, False
         if gradient is None:
             return None
-        if self.unsharded.grad_dtype is not self.unsharded.dtype and len(self.owners) == 1:
-            self.unsharded.grad_dtype = self.unsharded.dtype
+        unsharded = self.unsharded
+        if unsharded.grad_dtype is not unsharded.dtype and len(self.owners) == 1:
+            unsharded.grad_dtype = unsharded.dtype
         return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
 
     def writable_unreduced_gradient(self) -> torch.Tensor | None:

@@ -76,5 +76,5 @@ def _places(layout: FlatLayout, rank: int, communicates: bool) -> _Places:
         end = start + own.numel
     gaps.append(View(end, (sent - end,), (1,)))
     if communicates:
-        copies.append(PackCopy(count, View(0, (ranks, count), (0, 1)), View(sent, (ranks, count), (count, 1))))
+        copies.append(PackCopy(count, None, View(sent, (ranks, count), (count, 1))))
     return _Places(tuple(views), tuple(copies), tuple(gap for gap in gaps if gap.shape != (0,)))

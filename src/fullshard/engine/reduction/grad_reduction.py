@@ -51,6 +51,7 @@ class GradReduction:
     _partial_reduce_output: PartialReduceOutput  # of the bucket: where shards are kept that are not all-reduced now
     _earlier: ShardedGradients | None  # that are all-reduced together with these
     _inputs: Gradients
+    _pieces: Sequence[torch.Tensor]  # of the first tensor of shards: what operands are reduced into
     _operands: list[Operand]
     _packed: list[Operand]  # those of them that are the message
     _transport_memory: torch.Tensor | None  # the message, where the transport brings memory of its own
@@ -75,7 +76,8 @@ class GradReduction:
         self._earlier = partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
         tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
-        self._operands, self._packed = plan.direct_operands(self._inputs, tensors), []
+        self._pieces = plan.pieces_of(tensors)
+        self._operands, self._packed = plan.direct_operands(self._inputs, tensors, self._pieces), []
         self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
         if plan.dtype is not plan.sharded_dtype and not self.all_reduced_later:
             self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
@@ -91,7 +93,7 @@ class GradReduction:
         self._transport_memory = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
         if self._transport_memory is None:
             message.allocate()
-        self._packed = self.plan.packed_operands(self._shards.tensors[0], self._memory)
+        self._packed = self.plan.packed_operands(self._pieces, self._memory)
         self._operands += self._packed
 
     @property
@@ -212,7 +214,7 @@ class GradReduction:
         # A side stream may have read the gradients and the message until now.
         if self._transport_memory is not None:
             self.transport.release("reduce_scatter", self._transport_memory)
-        self._inputs, self._operands, self._packed, self._transport_memory = [], [], [], None
+        self._inputs, self._operands, self._packed, self._pieces, self._transport_memory = [], [], [], (), None
         self.plan.message.free()
 
 

@@ -36,7 +36,8 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
         if slot.route is Route.DIRECT:
             direct[index] = slot
         elif slot.shard_numel and index not in by_rows:
-            copies += [PackCopy(index, *pair) for pair in message_copies(slot, layout, unpack=False)]
+            pairs = message_copies(slot, layout, unpack=False)
+            copies += [PackCopy(index, None if index == len(parameters) else source, to) for source, to in pairs]
         tensor, offset = 0, slot.shard_offset - start
         if slot.route is Route.DIRECT and in_place:
             tensor, offset = len(direct), 0

@@ -40,7 +40,7 @@ class PackCopy(NamedTuple):
     """One copy from a gradient, or from the presence numbers, into the message."""
 
     gradient: int  # index of the parameter; the presence numbers come behind all of them
-    source: View
+    source: View | None  # None: as they are, which is how presence numbers are kept
     target: View
 
 
@@ -50,6 +50,14 @@ class PackedShards(NamedTuple):
     offset: int
     numel: int
     slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
+
+
+class _Pieces(NamedTuple):
+    """How the first tensor of shards is cut into the shards of operands."""
+
+    sizes: list[int]  # of all pieces, in order, also of those that nothing is reduced into
+    direct: list[tuple[int, int, tuple[Slice, ...]]]  # index of a gradient, index of its piece, slices of its operand
+    packed: list[int]  # indices of the pieces of ``ReductionPlan.packed``
 
 
 class PackedRows(NamedTuple):
@@ -110,7 +118,7 @@ class ReductionMessage(Buffer):
                 zeros.append(place)
             else:
                 targets.append(place)
-                sources.append(copy.source.on(gradient))
+                sources.append(gradient if copy.source is None else copy.source.on(gradient))
         if zeros:
             torch._foreach_zero_(zeros)
         if targets:  # on one rank there may be neither gradients nor presence numbers
@@ -214,18 +222,19 @@ class ReductionPlan:
         """
         presence = [] if self.presence is None else [self._presence(gradients)]
         inputs: Gradients = []
+        direct, sent_dtype = self.direct, self.dtype
         for index, parameter in enumerate(self.parameters):
             gradient, gradients[index] = gradients[index], None
-            slot = self.direct.get(index)
-            if slot is not None and (gradient is None or slot.padded or writable):
+            slot = direct.get(index)
+            if slot is None:
+                if gradient is not None:
+                    gradient = _conform(gradient, parameter.shape, gradient.dtype)  # packing casts
+            elif gradient is None or writable or slot.padded:
                 gradient = self._own_copy(gradient, parameter.shape, slot)
-            elif gradient is not None:
-                dtype = gradient.dtype if slot is None else self.dtype  # packing casts
-                gradient = _conform(gradient, parameter.shape, dtype)
-                if slot is not None:
-                    gradient = gradient.as_strided((slot.unsharded_numel,), (1,))
+            else:
+                gradient = _conform(gradient, parameter.shape, sent_dtype).as_strided((slot.unsharded_numel,), (1,))
             inputs.append(gradient)
-        return [*inputs, *presence]
+        return inputs + presence
 
     def _own_copy(self, gradient: torch.Tensor | None, shape: ParameterShape, slot: Slot) -> torch.Tensor:
         copy = empty(slot.unsharded_numel, self.dtype, self.mesh.device)
@@ -261,23 +270,52 @@ class ReductionPlan:
         direct = [inputs[index] for index in self.direct] if self.reduces_in_place else []
         return [first, *(each for each in direct if each is not None)]
 
-    def direct_operands(self, inputs: Gradients, shards: Sequence[torch.Tensor]) -> list[Operand]:
+    def pieces_of(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The first tensor of shards, cut where operands of the reduce-scatter begin and end; none if in place.
+
+        One call makes all of them, where a view of each takes several times as long.
+        """
+        return () if self.reduces_in_place else shards[0].split_with_sizes(self._pieces.sizes)
+
+    @cached_property
+    def _pieces(self) -> _Pieces:
+        sent = [(slot.shard_offset, slot.shard_numel, index) for index, slot in self.direct.items()]
+        sent += [(part.offset, part.numel, -1) for part in self.packed]
+        sizes: list[int] = []
+        direct, packed, end = {}, [], 0
+        for offset, numel, index in sorted(sent):
+            if offset > end:
+                sizes.append(offset - end)
+            if index >= 0:
+                nbytes = self.direct[index].unsharded_numel * self.dtype.itemsize
+                direct[index] = (index, len(sizes), (Slice(0, numel, nbytes),))
+            else:
+                packed.append(len(sizes))
+            sizes.append(numel)
+            end = offset + numel
+        if self.shards_numel > end:
+            sizes.append(self.shards_numel - end)
+        return _Pieces(sizes, [direct[index] for index in self.direct], packed)
+
+    def direct_operands(
+        self, inputs: Gradients, shards: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+    ) -> list[Operand]:
         """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
         if self.reduces_in_place:
             return [Operand(each, each) for each in shards]
-        slots = ((inputs[index], slot) for index, slot in self.direct.items())
         return [
-            Operand.of_parameter(shards[0].narrow(0, slot.shard_offset, slot.shard_numel), gradient)
-            for gradient, slot in slots
-            if gradient is not None
+            Operand(pieces[piece], gradient, slices)
+            for index, piece, slices in self._pieces.direct
+            if (gradient := inputs[index]) is not None
         ]
 
-    def packed_operands(self, shards: torch.Tensor, message: torch.Tensor) -> list[Operand]:
+    def packed_operands(self, pieces: Sequence[torch.Tensor], message: torch.Tensor) -> list[Operand]:
         """The operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
-        for offset, numel, slices in self.packed:
+        for piece, (_, numel, slices) in zip(self._pieces.packed, self.packed, strict=True):
             sent = numel * self.mesh.world_size
-            operands.append(Operand(shards.narrow(0, offset, numel), message.narrow(0, start, sent), slices))
+            part = message if sent == self.message.numel else message.narrow(0, start, sent)
+            operands.append(Operand(pieces[piece], part, slices))
             start += sent
         return operands
 
@@ -300,9 +338,11 @@ class ReductionPlan:
             if any(present):
                 accumulate_gradient(self.handle.flat, shards[0].narrow(0, 0, self.presence_offset))
             return
-        for parameter, (tensor, view), is_there in zip(self.parameters, self.views, present, strict=True):
+        starts = [tensor.storage_offset() for tensor in shards]
+        for parameter, (index, view), is_there in zip(self.parameters, self.views, present, strict=True):
             if is_there:
-                parameter.accumulate(view.on(shards[tensor]))
+                offset, shape, stride = view
+                parameter.accumulate(shards[index].as_strided(shape, stride, starts[index] + offset))
 
     def arriving(
         self, shards: Sequence[torch.Tensor], present: Sequence[bool]
@@ -322,9 +362,10 @@ def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) 
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = gradient.resolve_conj()  # autograd conjugates lazily, which flat views do not see
-    if gradient.dtype is dtype and gradient.stride() == shape.stride:
-        return gradient
-    if gradient.dtype is dtype and gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
-        return gradient
+    if gradient.dtype is dtype:
+        if gradient.stride() == shape.stride:
+            return gradient
+        if gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
+            return gradient
     conforming = torch.empty_strided(shape.shape, shape.stride, dtype=dtype, device=gradient.device)
     return conforming.copy_(gradient)

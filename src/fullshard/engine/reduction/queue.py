@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -58,8 +57,12 @@ class ReductionQueue:
             self._added = later
             scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
             operation = "reduce_scatter" if scatters else "pack_gradients"
-            with _abandoned_on_error(batch), profiled(operation, _units(batch)):
-                issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+            try:
+                with profiled(operation, _units(batch)):
+                    issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+            except BaseException:  # also outside of a backward, which would recover
+                _abandon(batch)
+                raise
             self._reduce_scatters.append(batch)
 
     def finish(self, comm_streams: CommStreams) -> None:
@@ -96,12 +99,15 @@ class ReductionQueue:
         """End the oldest reduce-scatters, and issue the all-reduces that follow them."""
         self._accumulate_last()
         batch = self._reduce_scatters.popleft()
-        with _abandoned_on_error(batch):
+        try:
             with profiled("wait_for_reduce_scatter", _units(batch)):
                 to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
             if to_all_reduce:
                 with profiled("all_reduce", _units(to_all_reduce)):
                     issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
+        except BaseException:
+            _abandon(batch)
+            raise
         self._last = batch
         if not to_all_reduce:
             self._accumulate_last()
@@ -114,7 +120,7 @@ class ReductionQueue:
             for _, reduction in batch:
                 reduction.release()
                 # In the order in which they were issued, too: sums of floating-point numbers depend on it.
-                follows = any(each.is_of_same_bucket(reduction) for each in self._read_by_host)
+                follows = self._read_by_host and any(each.is_of_same_bucket(reduction) for each in self._read_by_host)
                 if follows or reduction.is_read_by_host:
                     self._read_by_host.append(reduction)
                 else:
@@ -124,16 +130,6 @@ class ReductionQueue:
 def _abandon(batch: _Batch) -> None:
     for _, reduction in batch:
         reduction.abandon()
-
-
-@contextlib.contextmanager
-def _abandoned_on_error(batch: _Batch) -> Iterator[None]:
-    """Drop reductions that fail as they are issued or waited for: also outside of a backward, which would recover."""
-    try:
-        yield
-    except BaseException:
-        _abandon(batch)
-        raise
 
 
 def _units(batch: _Batch) -> Iterator[str]:
