@@ -134,11 +134,11 @@ class Value:
 
 
 _STEP = (
-    "at width {W} {fair_W} of the time of {faster_W}, the faster of FSDP1 and FSDP2, {kept_W} of FSDP2's with its last "
+    "at width W {fair_W} of the time of {faster_W}, the faster of FSDP1 and FSDP2, {kept_W} of FSDP2's with its last "
     "two units kept by hand as fullshard keeps them, and {step_W} of FSDP2's as it comes; without the setting, "
     "{default_W} of the faster peer's"
 )
-_RESIDENT = "{resident_fair_W} of FSDP2's with our malloc setting and {resident_W} as it comes, at width {W}"
+_RESIDENT = "{resident_fair_W} of FSDP2's with our malloc setting and {resident_W} as it comes, at width W"
 # What each paragraph is about -> its sentences.
 CLAIMS: Mapping[str, tuple[Sentence, ...]] = {
     "Step on CPU ranks": (

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import report
+from bench import host_cost, report
 from bench.checkpoint import report as checkpoint
-from bench.statistics import paired_spread
 from bench.stored import Results, common_source, oddness
 
 UNMEASURED = "not measured"
 # A peer is judged with what fullshard sets by itself.
-OURS, OUR_MALLOC = "fullshard", "with our malloc setting"
+OURS, OUR_MALLOC = "fullshard", "with our malloc"
 Find = Callable[[Results], Any]
 
 
@@ -66,8 +65,8 @@ def whole_steps(name: str, *keys: str, figure: str) -> Find:
     """Of the benchmark of host time: fullshard's step over FSDP2's, with what the plain model takes, too."""
 
     def find(results: Results) -> Any:
-        seconds = [at(name, *keys, system, figure, "seconds")(results) for system in (OURS, "fsdp2")]
-        return None if None in seconds else paired_spread(*seconds).as_json()
+        summary = at(name, *keys)(results)
+        return None if summary is None else host_cost.whole_step_ratio(summary, OURS, figure)
 
     return find
 
@@ -135,7 +134,7 @@ def _steps() -> Iterator[Figure]:
     for width, limit in ((512, 0.80), (1024, 0.70)):
         name, head = f"step_{width}", f"step, width {width}, 2 CPU ranks"
         yield Figure(head, both, of_step(name, OURS, "time_ratio_to_better_peer_with_our_malloc"), limit, page, True)
-        two = f"FSDP2, last two units kept by hand, {OUR_MALLOC}"
+        two = f"FSDP2, last two units kept, {OUR_MALLOC}"
         yield Figure(head, two, of_step(name, OURS, "time_ratio_to_two_kept"), limit, page, True)
         yield Figure(head, "FSDP2", of_step(name, OURS, "time_ratio_to_fsdp2"), None, page)
         alone = of_step(name, "fullshard-malloc", "time_ratio_to_better_peer")

@@ -160,8 +160,8 @@ def _collectives() -> int:
 
 
 def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
-    """JSON-ready: per contestant and figure the step and its ratio to FSDP2's, the cost per unit and its ratio, and, of
-    fullshard's wrapper, that to FSDP1's with the same flag."""
+    """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's, and, of
+    fullshard's wrapper, to FSDP1's with the same flag."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
     for figure in FIGURES:
         seconds = {name: [one[figure] for one in each] for name, each in turns.items()}
@@ -173,14 +173,28 @@ def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
         for name, times in seconds.items():
             entry: dict[str, Any] = {"median_step_seconds": spread(times).median, "seconds": times}
             if name in costs:
-                if FSDP2 in seconds:
-                    entry["step_ratio_to_fsdp2"] = paired_spread(times, seconds[FSDP2]).as_json()
                 entry["host_seconds_per_unit"] = spread(costs[name]).as_json()
                 for label, peer in (("fsdp2", FSDP2), ("fsdp1", PEER_WITH_SAME_FLAG.get(name))):
                     if peer in costs:
                         entry[f"host_cost_ratio_to_{label}"] = paired_spread(costs[name], costs[peer]).as_json()
             summary[name][figure] = entry
     return summary
+
+
+def whole_step_ratio(summary: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> dict[str, float] | None:
+    """A contestant's whole step over FSDP2's of the same round, a spread as JSON; None if one of them did not run."""
+    seconds = [report.value_under(summary, (system, figure, "seconds")) for system in (name, FSDP2)]
+    return None if None in seconds else paired_spread(*seconds).as_json()
+
+
+def _with_whole_steps(summary: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same entries by their names in a table, with the ratios of whole steps."""
+    return {
+        "plain" if name == PLAIN else name: {
+            figure: {**entry[figure], "whole_step_ratio": whole_step_ratio(summary, name, figure)} for figure in entry
+        }
+        for name, entry in summary.items()
+    }
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
@@ -190,11 +204,10 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
             column(f"{label}: step, ms", figure, "median_step_seconds", spec=".1f", scale=1e3),
             column("per unit beyond plain, us", figure, "host_seconds_per_unit", spec=".0f", scale=1e6),
             column("/ FSDP2", figure, "host_cost_ratio_to_fsdp2"),
-            column("whole step / FSDP2", figure, "step_ratio_to_fsdp2"),
+            column("whole step / FSDP2", figure, "whole_step_ratio"),
             column("/ FSDP1, same flag", figure, "host_cost_ratio_to_fsdp1"),
         ]
-    named = {"plain" if name == PLAIN else name: entry for name, entry in summary.items()}
-    return report.table("contestant", named, columns, failures)
+    return report.table("contestant", _with_whole_steps(summary), columns, failures)
 
 
 def verdicts(summary: Mapping[str, Mapping[str, Any]], direct: Mapping[str, Mapping[str, Any]]) -> list[str]:
