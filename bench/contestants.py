@@ -56,6 +56,9 @@ KEPT_MEBIBYTES = 32  # blocks of up to this size: fullshard's default, as a test
 NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
 # Ends of names: a peer with fullshard's setting, and fullshard with what glibc does by itself.
 WITH_OURS, WITHOUT_OURS = "+our-malloc", "-malloc"
+# fullshard keeps the last two units gathered between their forward and their backward; so does this one, told by hand.
+KEPT_UNITS = 2
+TWO_KEPT = f"{FSDP2}-two-kept{WITH_OURS}"
 # Removed from every contestant's environment before its own are added: all that changes glibc's malloc.
 GOVERNED_VARIABLES = (
     *(f"MALLOC_{name}_" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD", "ARENA_MAX")),
@@ -79,6 +82,7 @@ class Contestant:
         peer: The contestant in the same configuration that it is measured by. None: itself.
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
         kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
+        keep_last: Of ``fully_shard``: how many of the last units stay gathered from forward to backward, told by hand.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Contestant:
     peer: str | None = None
     prefetch: str | None = None
     kept: int = 0
+    keep_last: int = 0
 
 
 def _contestants() -> Iterator[Contestant]:
@@ -100,6 +105,7 @@ def _contestants() -> Iterator[Contestant]:
         for name in PREFETCHES if system in WRAPPING else ():
             with_prefetch = None if peer is None else f"{peer}-{name}"
             yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
+    yield Contestant(TWO_KEPT, FSDP2, peer=FSDP2, kept=KEPT_MEBIBYTES, keep_last=KEPT_UNITS)
 
 
 CONTESTANTS = {contestant.name: contestant for contestant in _contestants()}
@@ -198,7 +204,7 @@ def distribute(
     mode: str = FP32,
     *,
     prefetch: str | None = None,
-    keep_last: bool = False,
+    keep_last: int = 0,
     **options: Any,
 ) -> nn.Module:
     """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root.
@@ -210,7 +216,7 @@ def distribute(
         device: That it trains on.
         mode: FP32, BF16 (parameters gathered in bf16, gradients reduced in fp32), HSDP or OFFLOAD.
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
-        keep_last: Of ``fully_shard``: whether the last unit stays gathered between its forward and its backward.
+        keep_last: Of ``fully_shard``: how many of the last units stay gathered between forward and backward.
         options: More that every unit gets.
     """
     if system == UNSHARDED:
@@ -221,8 +227,9 @@ def distribute(
         fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
         every = {"mesh": mesh_of(mode, device), **options_of(system, mode), **options}
         units = [module for module in model.modules() if isinstance(module, unit_type)]
-        for unit in units:
-            fully_shard(unit, **every, **({"reshard_after_forward": False} if keep_last and unit is units[-1] else {}))
+        for index, unit in enumerate(units):
+            kept = {"reshard_after_forward": False} if index >= len(units) - keep_last else {}
+            fully_shard(unit, **every, **kept)
         fully_shard(model, **every)
         return model
     if system not in WRAPPING:

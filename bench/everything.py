@@ -68,8 +68,8 @@ MODES = ("bf16", "hsdp", "accumulation", "offload")
 WRAPPER = ("step", "accumulation", "summon", "summon_writeback", "prefetch")
 # The most important first; what needs gloo ranks before what one process does.
 STAGES = (
-    _training("step", 512, 7, 2.6),
-    _training("step", 1024, 7, 4.2),
+    _training("step", 512, 7, 2.9),
+    _training("step", 1024, 6, 4.3),
     _training("modes", 512, 5, 4.2, MODES),
     _training("modes", 1024, 3, 6.0, MODES),
     _training("wrapper", 512, 4, 6.3, WRAPPER),

@@ -18,8 +18,12 @@ from bench.environment import REPOSITORY, Environment, current_environment
 from bench.statistics import Spread
 
 DARK, LIGHT, OTHER = "#00796b", "#b9c4cc", "#d9822b"
-# Ends of contestants' names -> what they say of the C allocator of its processes.
-MALLOCS = {WITH_OURS: "fullshard's malloc setting", WITHOUT_OURS: "glibc's default malloc"}
+# Ends of contestants' names -> what they say: of its units, and of the C allocator of its processes.
+ENDS = {
+    "-two-kept": "last two units kept by hand",
+    WITH_OURS: "fullshard's malloc setting",
+    WITHOUT_OURS: "glibc's default malloc",
+}
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 # Header, and the cell of a contestant's entry in the JSON.
@@ -30,8 +34,8 @@ Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
 def label_of(name: str) -> str:
-    """A contestant's name as people read it in a table: whose malloc it has, if that is not as it comes."""
-    for end, setting in MALLOCS.items():
+    """A contestant's name as people read it in a table: what is not as it comes."""
+    for end, setting in ENDS.items():
         name = name.replace(end, f", {setting}")
     return name
 

@@ -1,10 +1,10 @@
-"""The stored results: the newest of each measurement, and of what commit and machine most of them are."""
+"""The stored results: one of each measurement, and of what commit and machine most of them are."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,21 +47,35 @@ Results = Mapping[str, StoredResult]  # by name
 
 
 def newest(folder: Path) -> dict[str, StoredResult]:
-    """The results of a folder, of several machines the latest; withdrawn ones and those with wrong values left out."""
-    found: dict[str, StoredResult] = {}
-    for path in sorted(folder.glob("*.json")):
-        each = StoredResult(path, json.loads(path.read_text(encoding="utf-8")))
-        if any(each.result.get(key) for key in ("wrong", "withdrawn", "losses_that_disagree")):
-            continue
-        other = found.get(each.name)
-        if other is None or each.environment.date >= other.environment.date:
-            found[each.name] = each
-    return found
+    """The results of a folder, so that pages are of one machine where they can be: of several that machine's which has
+    the most, else the latest; withdrawn ones and those with wrong values left out."""
+    stored = [
+        StoredResult(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))
+    ]
+    wrong = ("wrong", "withdrawn", "losses_that_disagree")
+    right = [each for each in stored if not any(each.result.get(key) for key in wrong)]
+    main = _main_machine(right)
+    return {each.name: each for each in sorted(right, key=lambda e: (e.source.machine == main, e.environment.date))}
+
+
+def _main_machine(results: Iterable[StoredResult]) -> str | None:
+    """Which has the most results on CPUs, of several the one that measured last; None if there are none."""
+    dates: dict[str, list[str]] = {}
+    for each in results:
+        if each.environment.device is None:
+            dates.setdefault(each.source.machine, []).append(each.environment.date)
+    return max(dates, key=lambda machine: (len(dates[machine]), max(dates[machine])), default=None)
+
+
+def of_one_machine(results: Results) -> dict[str, StoredResult]:
+    """Those of the machine that has the most, and of accelerators: what a sentence may set side by side."""
+    main = _main_machine(results.values())
+    return {name: each for name, each in results.items() if each.environment.device or each.source.machine == main}
 
 
 def common_source(results: Results) -> Source | None:
-    """Of the most results on CPUs, clean ones if there are any; None if there are none."""
-    sources = [each.source for each in results.values() if each.environment.device is None]
+    """Of the most results on the main machine, clean ones if there are any; None if there are none."""
+    sources = [each.source for each in of_one_machine(results).values() if each.environment.device is None]
     clean = [source for source in sources if not source.commit.endswith(DIRTY)]
     counted = Counter(clean or sources).most_common(1)
     return counted[0][0] if counted else None

@@ -17,6 +17,8 @@ PHASES = {
     "backward": "gradients, workspace",
     "optimizer": "temporaries of the optimizer",
 }
+# Made in no phase, by a thread that has no ranges, as gloo's.
+ELSEWHERE = "of other threads"
 # Marks: where units of the unsharded model begin and end, and gradients of parameters.
 BOUNDARY, GRADIENT = "boundary", "gradient"
 # As fullshard and FSDP2 name what they do in profiles, for example "fullshard::all_gather (blocks.3)".
@@ -110,7 +112,7 @@ def name_of(block: Block, step: Span) -> str:
     for found in map(OPERATION.match, reversed(block.operators)):
         if found is not None:
             return f"{found[1]}|{found[2] or ''}"
-    return f"{next(PHASES[name] for name in reversed(block.ranges) if name in PHASES)}|"
+    return f"{next((PHASES[name] for name in reversed(block.ranges) if name in PHASES), ELSEWHERE)}|"
 
 
 def _moments(ledger: Ledger, step: Span, phases: Mapping[str, Span], owners: Mapping[int, str]) -> list[Moment]:

@@ -71,7 +71,7 @@ class System:
         depth: Units it is told to gather ahead; None: as it comes, one.
         reductions: How many may be in flight; None: as it comes, one.
         asynchronous: FSDP2's private switch for gathers that do not block.
-        keep_last: Whether the last unit stays gathered between its forward and its backward.
+        keep_last: How many of the last units stay gathered between forward and backward.
     """
 
     name: str
@@ -80,12 +80,12 @@ class System:
     depth: int | None = None
     reductions: int | None = None
     asynchronous: bool = False
-    keep_last: bool = False
+    keep_last: int = 0
 
 
 SYSTEMS: tuple[System, ...] = (
     System("fullshard", FULLSHARD),
-    System("fullshard, last kept", FULLSHARD, keep_last=True),
+    System("fullshard, last kept", FULLSHARD, keep_last=1),
     System("fullshard, none ahead", FULLSHARD, depth=0),
     System("fullshard, 2 ahead", FULLSHARD, depth=2),
     System("fullshard, 3 ahead", FULLSHARD, depth=3),
@@ -95,7 +95,7 @@ SYSTEMS: tuple[System, ...] = (
     System("fullshard-wrapper POST", WRAPPER, "post"),
     System("fullshard-wrapper none", WRAPPER, "none"),
     System("FSDP2", FSDP2),
-    System("FSDP2, last kept", FSDP2, keep_last=True),
+    System("FSDP2, last kept", FSDP2, keep_last=1),
     System("FSDP2, async op", FSDP2, asynchronous=True),
     System("FSDP1 PRE", FSDP1, "pre"),
     System("FSDP1 POST", FSDP1, "post"),

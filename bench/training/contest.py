@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import resident_memory
 from bench.command_line import Options, UsageError
-from bench.contestants import CONTESTANTS, UNSHARDED, WITH_OURS, Contestant
+from bench.contestants import CONTESTANTS, TWO_KEPT, UNSHARDED, WITH_OURS, Contestant
 from bench.models import GPTShape
 from bench.statistics import largest_difference, paired_spread, round_medians, spread, turn_order
 from bench.teams import Launch, Teams
@@ -237,7 +237,8 @@ def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None
 
 
 def by_fsdp2(_: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
-    """Measure everybody by FSDP2, and by the better one of it and FSDP1; the same with fullshard's setting of malloc.
+    """Measure everybody by FSDP2, and by the better one of it and FSDP1; the same with fullshard's setting of malloc,
+    and by FSDP2 that has this setting and keeps its last two units gathered, as fullshard does.
 
     Without those that did not run.
     """
@@ -246,6 +247,7 @@ def by_fsdp2(_: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
         "_to_better_peer": faster_of(("fsdp1", "fsdp2"), records),
         "_to_fsdp2_with_our_malloc": faster_of((f"fsdp2{WITH_OURS}",), records),
         "_to_better_peer_with_our_malloc": faster_of((f"fsdp1{WITH_OURS}", f"fsdp2{WITH_OURS}"), records),
+        "_to_two_kept": faster_of((TWO_KEPT,), records),
     }
     return {end: name for end, name in found.items() if name is not None}
 

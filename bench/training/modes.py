@@ -52,6 +52,7 @@ BENCHMARK = Benchmark(
         MILLISECONDS,
         column("step / FSDP2", "time_ratio_to_fsdp2"),
         column("step / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
+        column("step / better of FSDP1, FSDP2 with our malloc setting", "time_ratio_to_better_peer_with_our_malloc"),
         *memory_columns("FSDP2", "_to_fsdp2"),
         mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
         column("/ FSDP2", "sent_ratio_to_fsdp2"),

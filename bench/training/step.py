@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.contestants import DDP, FSDP1, FSDP2, FULLSHARD, UNSHARDED, WITH_OURS, WITHOUT_OURS, with_setting
+from bench.contestants import DDP, FSDP1, FSDP2, FULLSHARD, TWO_KEPT, UNSHARDED, WITHOUT_OURS, with_setting
 from bench.report import column
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
 from bench.training.page import FINAL_LOSS, MILLISECONDS, NOTES, Benchmark, memory_columns
 
-NAMES = (UNSHARDED, DDP, *with_setting((FSDP1, FSDP2)), FULLSHARD, f"{FULLSHARD}{WITHOUT_OURS}")
+NAMES = (UNSHARDED, DDP, *with_setting((FSDP1, FSDP2)), TWO_KEPT, FULLSHARD, f"{FULLSHARD}{WITHOUT_OURS}")
 STEP = Benchmark(
     name="step",
     measurements=(Measurement("step", "a training step in fp32", NAMES),),
@@ -30,13 +30,18 @@ STEP = Benchmark(
         column("step / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
         column("step / better of FSDP1, FSDP2", "time_ratio_to_better_peer"),
         column("step / better of them with our malloc setting", "time_ratio_to_better_peer_with_our_malloc"),
+        column("step / FSDP2, its last two units kept, with our malloc setting", "time_ratio_to_two_kept"),
         *memory_columns("FSDP2", "_to_fsdp2"),
         FINAL_LOSS,
     ),
     panel=("step time / FSDP2", "time_ratio_to_fsdp2"),
-    shown=(FSDP1, f"{FSDP2}{WITH_OURS}", f"{FULLSHARD}{WITHOUT_OURS}", FULLSHARD),
+    shown=(*with_setting((FSDP1, FSDP2)), TWO_KEPT, f"{FULLSHARD}{WITHOUT_OURS}", FULLSHARD),
     title="A step",
-    notes=lambda results: [*NOTES, "`unsharded` exchanges nothing, so each rank trains alone."],
+    notes=lambda results: [
+        *NOTES,
+        "`unsharded` exchanges nothing, so each rank trains alone. fullshard keeps the last two units gathered between "
+        "forward and backward; *last two units kept by hand*: so does FSDP2, by `reshard_after_forward=False`.",
+    ],
 )
 
 

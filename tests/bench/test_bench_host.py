@@ -26,6 +26,10 @@ def test_host_cost(tmp_path: Path) -> None:
         ratios = [(mine - plain) / (theirs - plain) for mine, theirs, plain in rounds]
         found = stored["contestants"][name]["step"]["host_cost_ratio_to_fsdp1"]
         assert found["median"] == pytest.approx(sum(ratios) / 2)
+        whole = [mine / theirs for mine, theirs in zip(seconds[name], seconds[host_cost.FSDP2], strict=True)]
+        assert host_cost.whole_step_ratio(stored["contestants"], name, "step")["median"] == pytest.approx(
+            sum(whole) / 2
+        )
     assert set(stored["direct"]["contestants"]) == set(host_cost.OF_DIRECT) and not stored["direct"]["not_run"]
     assert "<!-- bench:host_cost -->\nAt batch 1, rank 0 of 8" in page and page.count("| plain |") == 2
     for model, figure in host_cost.TARGETS:

@@ -42,7 +42,8 @@ def test_a_ledger_sees_tensors_temporaries_and_resized_storages() -> None:
 
 
 def test_a_reading_names_what_is_alive_at_the_peak() -> None:
-    """By operations of the library, else by phases; and gives a moment per interval between marks."""
+    """By operations of the library, else by phases, and what a thread without ranges made as that; and gives a moment
+    per interval between marks."""
     spans = [
         Span("measured step", 10, 100),
         Span("forward", 10, 40),
@@ -57,15 +58,17 @@ def test_a_reading_names_what_is_alive_at_the_peak() -> None:
         Block(2, 30, 20, 70, ("measured step", "forward"), ("aten::mm",)),
         Block(77, 500, 50, 65, ("measured step", "backward"), ()),
         Block(4, 7, 55, 66, ("measured step", "backward"), ("fullshard::reduce_scatter (blocks.0)", "aten::empty")),
+        Block(5, 3, 56, 64, (), ()),
     ]
     found = read(Ledger(blocks, spans), 1.5)
-    assert found.peaks == {"forward": 1030, "backward": 1537, "optimizer": 1000} and found.resting == 1000
-    assert found.peak_phase == "backward" and found.peak == 1537
+    assert found.peaks == {"forward": 1030, "backward": 1540, "optimizer": 1000} and found.resting == 1000
+    assert found.peak_phase == "backward" and found.peak == 1540
     assert found.at_peak == {
         f"{STATE}|": 1000,
         "gradients, workspace|": 500,
         "activations|": 30,
         "reduce_scatter|blocks.0": 7,
+        "of other threads|": 3,
     }
     assert [(m.phase, m.unit) for m in found.moments] == [
         ("forward", ""),
@@ -73,7 +76,7 @@ def test_a_reading_names_what_is_alive_at_the_peak() -> None:
         ("backward", ""),
         ("backward", "blocks.0"),
     ]
-    assert found.moments[-1] == Moment("backward", "blocks.0", 37, {"blocks.0": 500})
+    assert found.moments[-1] == Moment("backward", "blocks.0", 40, {"blocks.0": 500})
     assert Reading.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 

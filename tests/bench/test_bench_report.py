@@ -22,7 +22,7 @@ from bench.statistics import (
     spread,
     turn_order,
 )
-from bench.stored import common_source, newest
+from bench.stored import common_source, newest, of_one_machine
 from bench.turns import each_that_runs, take_turns
 
 from bench import claims, everything, figures, redraw, report
@@ -173,8 +173,8 @@ def test_pages_are_those_of_the_stored_results() -> None:
         assert report.replace_block(text, marker, block) == text, f"{marker} in {page.name} is not that of the results"
 
 
-def test_figures_are_the_latest_and_losses_stand_like_wins(tmp_path: Path) -> None:
-    """Of two machines the newer result; what nobody measured says so, and so does what is odd about a source."""
+def test_figures_are_of_one_machine_and_losses_stand_like_wins(tmp_path: Path) -> None:
+    """Of two machines that of most results, else the newer one; what nobody measured says so, as does an odd source."""
     step = {"settings": {"width": 512}, "losses_that_disagree": {}}
     for cpu, ratio in (("old", 0.5), ("new", 1.25)):
         entry = {"time_ratio_to_fsdp2": Spread(ratio, ratio, ratio).as_json()}
@@ -183,9 +183,13 @@ def test_figures_are_the_latest_and_losses_stand_like_wins(tmp_path: Path) -> No
     a_result(tmp_path, "muon", "muon", cpu="new", commit="b" * 12 + " with changes", contestants={})
     a_result(tmp_path, "wrap_time", "wrap_time", cpu="new", contestants={})
     a_result(tmp_path, "scaling", "scaling", cpu="new", withdrawn="it was wrong")
+    a_result(tmp_path, "wrap_time", "wrap_time", cpu="latest", contestants={})
+    a_result(tmp_path, "step_1024", "step", cpu="latest", contestants={}, **step)
     results = newest(tmp_path)
     assert common_source(results) == (A, "new") and "scaling" not in results
-    assert figures.FIGURES[0].text(results) == "1.25 (1.25 to 1.25)"
+    assert results["wrap_time"].source.machine == "new" and results["step_1024"].source.machine == "latest"
+    assert "step_1024" not in of_one_machine(results), "no sentence has figures of two machines"
+    assert figures.FIGURES[2].text(results) == "1.25 (1.25 to 1.25)"
     assert "- step, width 512, 2 CPU ranks: 1.25 (1.25 to 1.25) of FSDP2" in figures.shortfalls(results)
     assert "| FSDP2 | 1.25 (1.25 to 1.25) |  |" in figures.table(results)
     assert f"| FSDP2 | {figures.UNMEASURED} | at most 0.80 |" in figures.table(results)
@@ -193,8 +197,49 @@ def test_figures_are_the_latest_and_losses_stand_like_wins(tmp_path: Path) -> No
     assert "`aaaaaaaaaaaa` |  |" in sources and "`bbbbbbbbbbbb` | of another commit than most tables |" in sources
     assert "with uncommitted changes; of another commit than most tables" in sources
     said = claims.claims(results)
-    assert "at width 512" not in said, "a sentence of which half is measured"
+    assert "1.25" not in said and "**Step on CPU ranks.** Not measured yet." in said, "without its fair counterparts"
     assert "Several GPUs have not been measured." in said
+
+
+def test_a_claim_loses_the_clause_that_lacks_a_value(tmp_path: Path) -> None:
+    """Of two widths the one that is measured is said, with the faster peer's name; a spread is written if asked for."""
+    ratios = {
+        "time_ratio_to_fsdp2": 0.4,
+        "time_ratio_to_better_peer_with_our_malloc": 0.61,
+        "time_ratio_to_two_kept": 0.62,
+    }
+    entry = {
+        key: Spread(value, 0.0, 1.0).as_json() | {"reference": "fsdp1+our-malloc"} for key, value in ratios.items()
+    }
+    without = {"time_ratio_to_better_peer": Spread(0.63, 0.0, 1.0).as_json()}
+    for width, ours in ((512, entry), (1024, {**entry, "time_ratio_to_two_kept": None})):
+        found = {"fullshard": ours, "fullshard-malloc": without}
+        a_result(tmp_path, f"step_{width}", "step", settings={"width": width}, contestants=found)
+    said = claims.claims(newest(tmp_path))
+    assert "at width 512 0.61 of the time of FSDP1, the faster of FSDP1 and FSDP2, 0.62 of FSDP2's with" in said
+    assert "and 0.40 of FSDP2's as it comes; without the setting, 0.63" in said and "1024" not in said
+    assert f"{claims.Value(entry['time_ratio_to_fsdp2']):spread}" == "0.40 (0.00 to 1.00)"
+
+
+def test_no_figure_flatters_alone() -> None:
+    """Every clause with a flattering figure has its fair counterparts; all values of sentences are known, and used."""
+    sentences = [sentence for paragraph in claims.CLAIMS.values() for sentence in paragraph]
+    used = set()
+    for text in (text for each in sentences for text in (each.begin, *each.clauses)):
+        named = claims.names(text)
+        used |= named
+        assert all(others <= named for name, others in claims.COUNTERPARTS.items() if name in named), text
+    assert used == set(claims.VALUES) and set(claims.COUNTERPARTS) <= used
+
+
+def test_targets_of_steps_are_about_peers_with_our_malloc() -> None:
+    """Those on CPU ranks, whoever the peer is; the picture has both of each pair."""
+    steps = [each for each in figures.FIGURES if ", step, " in each.what or each.what.startswith("step, width")]
+    judged = [each for each in steps if each.limit is not None and "counted" not in each.what]
+    assert len(judged) == 2 * (2 + 4 + 2) and all(each.peer.endswith(figures.OUR_MALLOC) for each in judged)
+    shown = {each.what for each in figures.FIGURES if each.headline}
+    for one, other in (("fp32", "bf16"), ("on 100 modules", "on 100 modules and the first step")):
+        assert sum(what.endswith(one) for what in shown) == sum(what.endswith(other) for what in shown) == 1
 
 
 def test_everything_of_a_commit_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +271,9 @@ def test_everything_of_a_commit_is_measured_once(tmp_path: Path, monkeypatch: py
 
 def test_stored_results_are_drawn_again(tmp_path: Path) -> None:
     """Each with its figures, also of several measurements; those of other versions have none."""
+    found = newest(RESULTS)
     for name in ("modes_bf16_512", "modes_hsdp_512", "muon"):
-        (path,) = RESULTS.glob(f"{name}_*.json")
-        shutil.copy(path, tmp_path)
+        shutil.copy(found[name].path, tmp_path)
     assert {path.name.partition("_5")[0] for path in redraw.draw(newest(tmp_path), tmp_path)} >= {"modes"}
 
 

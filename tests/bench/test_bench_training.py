@@ -22,6 +22,7 @@ from bench.contestants import (
     KEPT_MEBIBYTES,
     OURS,
     PREFETCHES,
+    TWO_KEPT,
     WRAPPING,
     Contestant,
     distribute,
@@ -42,8 +43,10 @@ from bench.training.contest import (
 )
 from bench.training.page import Benchmark
 from small_runs import run_small
+from torch.distributed.tensor import DTensor
 
 from fullshard import allocator
+from fullshard.engine.ownership import nested_units
 
 FLAT = "fullshard-wrapper-flat"
 SMALLEST = "--width 32 --blocks 1 --tokens 16 --rounds 2 --steps-per-round 1 --warmup-steps 1"
@@ -155,6 +158,23 @@ def test_the_wrapper_of_each_system_is_its_own(system: str) -> None:
         made: Any = distribute(system, block, Block, torch.device("cpu"), prefetch=name)
         found = made._options.prefetch if hasattr(made, "_options") else made.backward_prefetch
         assert (None if found is None else found.name) == member
+
+
+def test_one_peer_keeps_as_many_units_as_ours_keeps_by_itself() -> None:
+    """Of four, the last two stay unsharded after a forward, and the root; the peer as it comes keeps the root alone."""
+    start_fake_group(2)
+    kept = {}
+    for name in ("fsdp2", TWO_KEPT, "fullshard"):
+        given = CONTESTANTS[name]
+        layers = torch.nn.Sequential(
+            *(torch.nn.Linear(512, 512) for _ in range(4))
+        )  # not so small as to share messages
+        cpu = torch.device("cpu")
+        model: Any = distribute(given.system, layers, torch.nn.Linear, cpu, keep_last=given.keep_last)
+        model(torch.randn(1, 512))
+        kept[name] = [not isinstance(next(unit.parameters()), DTensor) for unit in model]
+    kept["fullshard"] = [unit.is_kept for unit in nested_units(model)][1:]
+    assert kept == {"fsdp2": [False] * 4, TWO_KEPT: [False, False, True, True], "fullshard": kept[TWO_KEPT]}
 
 
 def test_the_policies_of_a_mode_are_the_systems_own() -> None:
