@@ -74,31 +74,23 @@ class ShardLocator:
     _axes: dict[tuple[int, ...], Axis]
     # By the id of the mesh, which the value keeps alive.
     _known: dict[tuple[int, tuple[Placement, ...]], _DTensorSharding]
-    _last: tuple[DeviceMesh | None, tuple[Placement, ...], _DTensorSharding | None]  # found
 
     def __init__(self) -> None:
-        self._axes, self._known, self._last = {}, {}, (None, (), None)
+        self._axes, self._known = {}, {}
 
     @property
     def axes(self) -> list[Axis]:
         """All axes of shards found so far, in the same order on all ranks: smaller ones first."""
         return sorted(self._axes.values(), key=lambda axis: len(axis.ranks))
 
-    def plain_shard(self, parameter: torch.Tensor, tensor: torch.Tensor | None) -> tuple[Axes, torch.Tensor] | None:
-        """Return axes and local tensor of a DTensor that has the very spec of its parameter; None for all others.
+    def axes_of(self, spec: DTensorSpec) -> Axes | None:
+        """Return the axes that DTensors are sharded over whose parameter has their very spec; None if ``shards`` is
+        needed to find what is here.
 
-        For them, ``shards`` yields the same, in several times as long.
+        With a plain local tensor, ``shards`` yields these axes and the local tensor, in many times as long.
         """
-        if type(parameter) is not DTensor or type(tensor) is not DTensor or tensor._spec is not parameter._spec:
-            return None
-        spec, local = parameter._spec, tensor._local_tensor
-        mesh, placements, sharding = self._last
-        if sharding is None or mesh is not spec.mesh or placements != spec.placements:
-            sharding = self._sharding(spec)
-            self._last = (spec.mesh, spec.placements, sharding)
-        if sharding.partial or sharding.placements is None or type(local) is not torch.Tensor:
-            return None
-        return sharding.axes, local
+        sharding = self._sharding(spec)
+        return None if sharding.partial or sharding.placements is None else sharding.axes
 
     def shards(self, parameter: torch.Tensor, tensor: torch.Tensor | None, number: int) -> Iterator[LocalShard]:
         """Yield the local shards of ``tensor``, which is sharded as ``parameter``: its gradient, a state of it, or

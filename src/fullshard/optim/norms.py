@@ -13,13 +13,13 @@ import math
 import operator
 import types
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fullshard.errors import NonFiniteError
 from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
@@ -27,10 +27,11 @@ from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
+_ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 MAX_NAMES = 10  # in an error
 
-_kind_of = operator.attrgetter("device", "dtype")
+_layout_of = operator.attrgetter("layout")
 
 
 @torch.no_grad()
@@ -84,7 +85,8 @@ def clip_grad_norm_(
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
-    _scale([gradient for gradient in gradients if gradient is not None], max_norm, total)
+    groups = shards.groups.values() if shards.is_whole else [_by_kind(_stored_values(gradients))]
+    _scale(groups, max_norm, total)
     return total
 
 
@@ -128,10 +130,11 @@ def get_total_norm(
                 f"get_total_norm: expected a parameter for each of {len(values)} tensors, found {len(owners)} "
                 "parameters"
             )
-    distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for owner, value in zip(owners, owners if parameters is None else values, strict=True):
-        distinct.setdefault(id(owner), (owner, value))
-    shards = _NormInputs.of([owner for owner, _ in distinct.values()], [value for _, value in distinct.values()])
+    values = owners if parameters is None else values
+    if len(set(map(id, owners))) < len(owners):  # the first of each counts
+        firsts = sorted({id(owner): index for index, owner in reversed([*enumerate(owners)])}.values())
+        owners, values = [owners[index] for index in firsts], [values[index] for index in firsts]
+    shards = _NormInputs.of(owners, values)
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
@@ -154,7 +157,7 @@ def clip_grads_with_norm_(
         foreach: As for ``clip_grad_norm_``.
     """
     distinct = {id(parameter): parameter for parameter in _as_list(parameters)}.values()
-    _scale([gradient for parameter in distinct if (gradient := parameter.grad) is not None], max_norm, total_norm)
+    _scale([_by_kind(_stored_values([parameter.grad for parameter in distinct]))], max_norm, total_norm)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class _NormInputs:
 
     owners: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor | None]  # each sharded as its owner
-    shards: dict[Axes, list[torch.Tensor | None]]  # this rank's, by axes; None: missing on this rank
+    groups: dict[Axes, _ByKind]  # this rank's shards that are not empty; of sparse ones the values
+    is_whole: bool  # True if the groups are all memory of the tensors, and it is theirs
     axes: list[Axis]  # in the order of the all-reduces
     device: torch.device
     dtype: torch.dtype  # of the result
@@ -171,38 +175,43 @@ class _NormInputs:
     @classmethod
     def of(cls, owners: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> _NormInputs:
         """Collect the shards of ``tensors``, each of which is sharded as its owner."""
-        locator = ShardLocator()
-        shards: dict[Axes, list[torch.Tensor | None]] = {}
-        last_axes: Axes | None = None
-        same: list[torch.Tensor | None] = []
+        locator, is_whole = ShardLocator(), True
+        shards: dict[Axes, list[torch.Tensor]] = {}
+        by_spec: dict[int, list[torch.Tensor] | None] = {}  # of its axes; axes are long to hash
+        dtypes: set[torch.dtype] = set()
         for index, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
-            plain = locator.plain_shard(owner, tensor)
-            if plain is None:
-                for shard in locator.shards(owner, tensor, index):
-                    shards.setdefault(shard.axes, []).append(shard.local)
-                continue
-            axes, local = plain
-            if axes is not last_axes:  # axes are long to hash
-                last_axes, same = axes, shards.setdefault(axes, [])
-            same.append(local)
-        values = (owner._local_tensor if type(owner) is DTensor else owner for owner in owners)
-        wide = not {value.dtype for value in values}.isdisjoint((torch.float64, torch.complex128))
-        device = owners[0].device if owners else torch.device("cpu")
-        return cls(owners, tensors, shards, locator.axes, device, torch.float64 if wide else torch.float32)
+            if type(owner) is DTensor and type(tensor) is DTensor and (spec := owner._spec) is tensor._spec:
+                if id(spec) not in by_spec:
+                    axes = locator.axes_of(spec)
+                    by_spec[id(spec)] = None if axes is None else shards.setdefault(axes, [])
+                    dtypes.add(owner._local_tensor.dtype)
+                same, local = by_spec[id(spec)], tensor._local_tensor
+                if same is not None and type(local) is torch.Tensor and local.layout is torch.strided:
+                    if local.numel():
+                        same.append(local)
+                    continue
+            dtypes.add((owner._local_tensor if type(owner) is DTensor else owner).dtype)
+            for shard in locator.shards(owner, tensor, index):
+                shards.setdefault(shard.axes, []).extend(_filled_values(shard.local))
+            is_whole = is_whole and tensor is None
+        wide = not dtypes.isdisjoint((torch.float64, torch.complex128))
+        dtype, device = torch.float64 if wide else torch.float32, owners[0].device if owners else torch.device("cpu")
+        groups = {axes: _by_kind(same) for axes, same in shards.items()}
+        return cls(owners, tensors, groups, is_whole, locator.axes, device, dtype)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
         order = float(norm_type)
         if math.isnan(order):
             raise ValueError("norm_type: expected the order of a norm, such as 2.0 or math.inf, found nan")
-        if not self.shards:
+        if not self.groups:
             return torch.zeros((), dtype=self.dtype, device=self.device)
         if order == 0:
             return self._count()
-        norms = [_norms([local for local in same if local is not None], order) for same in self.shards.values()]
+        norms = [_norms(groups, order) for groups in self.groups.values()]
         if math.isinf(order):
             return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
-        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(self.shards))
+        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(self.groups))
         return sums.sum().pow(1 / order).to(self.dtype)
 
     def _count(self) -> torch.Tensor:
@@ -210,9 +219,8 @@ class _NormInputs:
         locator, indices, sums, axes = ShardLocator(), [], [], []
         for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True)):
             for shard in locator.shards(owner, tensor, index):
-                local = [] if shard.local is None else [shard.local]
                 indices.append(index)
-                sums.append(self._power_sum(_norms(local, 0.0), 0.0))
+                sums.append(self._power_sum(_norms(_by_kind(_filled_values(shard.local)), 0.0), 0.0))
                 axes.append(shard.axes)
         reduced = self._reduce_sums(torch.stack(sums), axes)
         counted = reduced.new_zeros(len(self.owners))
@@ -304,34 +312,33 @@ def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
     return found
 
 
-def _scale(gradients: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+def _scale(groups: Iterable[_ByKind], max_norm: float, total_norm: torch.Tensor) -> None:
     """Scale gradients in place so that their norm, which is ``total_norm``, is at most ``max_norm``."""
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for (device, _), same in _by_kind(map(_local_of, gradients), _stored_values_of).items():
-        torch._foreach_mul_(same, scale.to(device))
+    for group in groups:
+        for (device, _), same in group.items():
+            torch._foreach_mul_(same, scale.to(device))
 
 
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor; most are plain ones of DTensors."""
-    local = tensor._local_tensor if type(tensor) is DTensor else None
-    return local if type(local) is torch.Tensor else local_of(tensor)
+def _stored_values(gradients: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the values that gradients store here, several per index if they are sparse and not coalesced."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    locals_ = [gradient._local_tensor if type(gradient) is DTensor else gradient for gradient in found]
+    if not {torch.Tensor}.issuperset(map(type, locals_)):
+        locals_ = list(map(local_of, found))
+    if {torch.strided}.issuperset(map(_layout_of, locals_)):
+        return locals_
+    return [local._values() if local.layout is torch.sparse_coo else local for local in locals_]
 
 
-def _by_kind(
-    tensors: Iterable[torch.Tensor], values_of: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return those that are not empty by device and dtype, of sparse ones the values."""
-    strided = [tensor if tensor.layout is torch.strided else values_of(tensor) for tensor in tensors]
-    filled = [tensor for tensor in strided if tensor.numel()]
-    kinds = set(map(_kind_of, filled))
-    if len(kinds) == 1:
-        return {kinds.pop(): filled}
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for tensor in filled:
-        found[_kind_of(tensor)].append(tensor)
-    return found
+def _by_kind(tensors: list[torch.Tensor]) -> _ByKind:
+    """Return them by device and dtype."""
+    if not tensors:
+        return {}
+    grouped = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item] # an invariant list of optional
+    return {kind: same for kind, ([same], _) in grouped.items()}  # type: ignore[misc]
 
 
 def _values_of(local: torch.Tensor) -> torch.Tensor:
@@ -339,22 +346,23 @@ def _values_of(local: torch.Tensor) -> torch.Tensor:
     return local.coalesce()._values() if local.layout is torch.sparse_coo else local
 
 
-def _stored_values_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the values that a tensor stores, several per index if it is sparse and not coalesced."""
-    return local._values() if local.layout is torch.sparse_coo else local
+def _filled_values(local: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the values of a tensor, if there are any."""
+    values = None if local is None else _values_of(local)
+    return [] if values is None or not values.numel() else [values]
 
 
-def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return one norm for each tensor that is not empty, in fp32 or wider: one kernel and one 1-D tensor for each
-    device and dtype.
+def _norms(groups: _ByKind, order: float) -> list[torch.Tensor]:
+    """Return one norm for each tensor, none of which is empty, in fp32 or wider: one kernel and one 1-D tensor for
+    each device and dtype.
     """
     found: list[torch.Tensor] = []
-    for (_, dtype), same in _by_kind(tensors, _values_of).items():
+    for (_, dtype), same in groups.items():
         if dtype.is_complex:
-            norms = [torch.linalg.vector_norm(tensor, order) for tensor in same]
+            norms = tuple(torch.linalg.vector_norm(tensor, order) for tensor in same)
         else:
             wide = torch.promote_types(dtype, torch.float32)
-            norms = list(torch._foreach_norm(same, order, dtype=None if dtype is wide else wide))
+            norms = torch._foreach_norm(same, order, dtype=None if dtype is wide else wide)
         found.append(torch.stack(norms))
     return found
 
