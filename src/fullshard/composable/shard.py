@@ -159,10 +159,10 @@ def _checkpointed(model: nn.Module, choice: object) -> set[nn.Module]:
     """Return the modules to recompute in backward."""
     if choice is False:
         return set()
-    if choice is not True and not callable(choice):
+    if choice is not True and (not callable(choice) or isinstance(choice, type)):
         raise TypeError(
             f"{_API}: checkpoint_activations: expected True, False or a function of a module, found "
-            f"{type(choice).__name__}"
+            + (f"the class {choice.__name__}" if isinstance(choice, type) else type(choice).__name__)
         )
     if callable(choice):
         selected = {m for m in model.modules() if m is not model and has_forward(m) and choice(m)}

@@ -32,7 +32,9 @@ def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParamete
     known = _managed.get(optimizer)
     if known is None or known[0] != ids:
         managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
-        known = _managed[optimizer] = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
+        known = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
+        if len(known[1]) == len(ids):  # a wrapper may take the others later, and keeps the objects
+            _managed[optimizer] = known
     return known[1]
 
 
