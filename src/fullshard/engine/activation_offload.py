@@ -210,6 +210,12 @@ class ForwardActivations:
         for each in self._leaving:
             source = each.saved[0].tensor
             assert each.memory is not None and source is not None
+            if source.untyped_storage().nbytes() < each.end:
+                raise RuntimeError(
+                    f"offload_activations: a tensor of shape {list(source.shape)} that autograd saved was freed before "
+                    "the end of the forward, probably a parameter of a sharded module that is outside of the model but "
+                    "called in it; choose other modules= for offload_activations, or shard both below one root"
+                )
             part = on_storage(source, torch.uint8, each.begin, (each.nbytes,), (1,))
             each.memory[0].copy_(part, non_blocking=True)
 

@@ -64,6 +64,7 @@ REASONS = {
 }
 
 _STEP = "_fullshard_local_step"  # attribute of an optimizer: its LocalStep; None: it steps DTensors
+_IN_PLACE_OF = "_fullshard_in_place_of"  # attribute of the one that torch's own step is called with: the optimizer
 _HOOK = -1  # key of the post-hook; torch counts from 0
 
 
@@ -232,16 +233,14 @@ def _before_step(
     if next(iter(post_hooks), None) != _HOOK:
         post_hooks[_HOOK] = _after_own_step
         post_hooks.move_to_end(_HOOK, last=False)  # type: ignore[attr-defined] # an OrderedDict
-    step.stand_in = _without_parameters(optimizer)
-    return (step.stand_in, *args[1:]), kwargs
+    return (_without_parameters(optimizer), *args[1:]), kwargs
 
 
 def _after_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run the arithmetic, unless the optimizer itself has stepped: without local tensors, or by a hook of the user."""
     step = local_step_of(optimizer)
-    if step is None or step.stand_in is None or not args or args[0] is not step.stand_in:
+    if step is None or not args or vars(args[0]).pop(_IN_PLACE_OF, None) is not optimizer:
         return
-    step.stand_in = None
     further = {name: value for name, value in kwargs.items() if name != "closure"}
     step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
 
@@ -268,7 +267,7 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     # Its step may call that of a base class, around which torch runs hooks again.
-    own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, **WITHOUT_HOOKS}
+    own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, _IN_PLACE_OF: optimizer, **WITHOUT_HOOKS}
     own["_warned_capturable_if_run_uncaptured"] = True  # torch's, of a warning that is given in the real step
     vars(made).update({**vars(optimizer), **own})
     return made

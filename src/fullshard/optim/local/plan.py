@@ -18,7 +18,7 @@ stepped alone. Other kernels of fp32 and fp64, and those of accelerators, round 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, starmap
@@ -241,6 +241,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     buffers = _shard_buffers(parameter for _, parameter in numbered)
     scalars = _scalar_values(state)
+    count = Counter(id(parameter) for _, parameter in numbered)
     found: list[_Candidate] = []
     others: list[LocalTensor] = []
     for index, (number, parameter) in enumerate(numbered):
@@ -249,7 +250,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
         buffer, entries = buffers.get(id(parameter)), state.get(parameter)
         pair = _local_shards(parameter, parameter.grad, is_placed=buffer is not None)
         member = Member(parameter, parameter if pair is None else pair[0], entries)
-        if pair is None or not _has_local_state(member):
+        if pair is None or not _has_local_state(member) or count[id(parameter)] > 1:  # the second step goes on with it
             others.append(LocalTensor(number, [member], parameter))
             continue
         offset, key = 0, (number, entries is None, _describe(member, scalars))

@@ -50,7 +50,6 @@ class LocalStep:
     """
 
     schedule: StepSchedule | None  # None: all at once
-    stand_in: torch.optim.Optimizer | None  # that torch's own step is called with, see [Note: Local steps]
     is_running: bool
     offload: DividedStep | None  # None: state stays on the device
     _inner: Callable[..., Any]
@@ -59,8 +58,7 @@ class LocalStep:
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self._inner, self.schedule, self._plan, self._flats = inner, None, None, FlatStates()
-        self.stand_in, self.is_running = None, False
-        self.offload = None
+        self.is_running, self.offload = False, None
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
