@@ -41,7 +41,9 @@ __all__ = [
     "free_storage",
     "host_buffer",
     "input_on",
+    "is_freed_in_place",
     "make_comm_stream",
+    "mark_freed_in_place",
     "on_storage",
     "own_storage",
     "poison",
@@ -116,6 +118,7 @@ class Buffer:
         self._pool = current_stream(device)
         self._flat = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self._flat.untyped_storage()
+        mark_freed_in_place(self._storage)
         self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
@@ -178,6 +181,16 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     if own.stride() == view.stride():
         return own
     return own.as_strided(view.shape, view.stride(), 0)  # DLPack drops strides of dims of size 1
+
+
+def mark_freed_in_place(storage: torch.UntypedStorage) -> None:
+    """Note that ``free_storage`` may free the memory of a storage while tensors on it exist."""
+    storage._freed_in_place = True  # type: ignore[attr-defined]  # torch keeps the object as long as the storage
+
+
+def is_freed_in_place(storage: torch.UntypedStorage) -> bool:
+    """True if ``free_storage`` may free the memory of a storage while tensors on it exist, as of unsharded buffers."""
+    return getattr(storage, "_freed_in_place", False)
 
 
 def free_storage(storage: torch.UntypedStorage, pool: torch.Stream | None) -> None:

@@ -253,3 +253,80 @@ def test_what_is_refused(rank: Rank) -> None:
     plain = checkpoint_wrapper(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="no sharded module"):
         offload_activations(plain)
+
+
+@on_device(2)
+def test_memory_that_is_freed_in_place_is_no_activation(rank: Rank) -> None:
+    """Nor are ignored parameters and buffers; another root's module that a block calls gets the right gradients."""
+
+    class Calls(nn.Module):
+        def __init__(self, helper: list[nn.Module]) -> None:
+            super().__init__()
+            self.linear, self.helper = nn.Linear(WIDTH, WIDTH), helper  # a list: no submodule
+            self.ignored = nn.Linear(WIDTH, 16 * WIDTH, bias=False)
+            self.back = nn.Linear(16 * WIDTH, WIDTH)
+            self.register_buffer("scale", torch.rand(ROWS, 16 * WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.linear(x))
+            for module in self.helper:
+                x = module(x)
+            return self.back(self.ignored(x) * self.scale)
+
+    def gradients(fraction: float) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            helper = nn.Linear(WIDTH, WIDTH, bias=False)
+            model = nn.Sequential(Calls([helper]), Calls([]), Calls([]))
+        ignored = {block.ignored.weight for block in model}
+        fully_shard(helper, mesh=rank.mesh)
+        for module in (*model, model):
+            fully_shard(module, mesh=rank.mesh, ignored_params=ignored)
+        helper.to(rank.device)
+        model.to(rank.device)
+        offload_activations(model, fraction, min_bytes=1)
+        for _ in range(2):
+            with copies() as seen:
+                model(batch(rank, 0)).square().mean().backward()
+        trained = [*model.named_parameters(), *helper.named_parameters()]
+        return [p.grad.to_local().cpu() for name, p in trained if "ignored" not in name], seen
+
+    (expected, _), (found, moved) = gradients(0.0), gradients(1.0)
+    assert all(map(torch.equal, found, expected))
+    rows = ROWS * 4  # bytes of a column
+    # Input of the first layer, of the ignored one and (where there is one) of the helper, and of the last one.
+    assert moved == [rows * WIDTH * (3 + 16), rows * WIDTH * (2 + 16)]
+
+
+@on_device(1)
+def test_a_retained_graph_keeps_nothing_on_the_device(rank: Rank) -> None:
+    """A second backward copies activations to the device again, and they are freed when it ends, like in the first."""
+    model = sharded(rank)
+    offload_activations(model, **SMALL)
+    for _ in range(2):
+        loss = model(batch(rank, 0)).square().mean()
+        loss.backward(retain_graph=True)
+        with forwards() as seen:
+            loss.backward(retain_graph=True)
+        assert len(seen) == BLOCKS - 1
+        for forward in seen:
+            alive = [each for ref in forward._offloaded if (each := ref()) is not None]
+            assert alive
+            assert all(each.memory is not None and each.memory[1] is None for each in alive)
+
+
+@contextlib.contextmanager
+def forwards() -> Iterator[list[Any]]:
+    """Forwards whose activations a graph fetches by itself."""
+    from fullshard.engine.activation_offload import ForwardActivations
+
+    seen: list[Any] = []
+    original = ForwardActivations.fetch_late
+
+    def noted(self: Any) -> None:
+        seen.append(self)
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForwardActivations, "fetch_late", noted)
+        yield seen

@@ -198,10 +198,10 @@ def launch_all(
     Returns:
         The works of all launches.
     """
-    groups: dict[Transport, list[CommRequest]] = {}
+    groups: dict[int, tuple[Transport, list[CommRequest]]] = {}  # by identity: a user's transport may define __eq__
     for transport, request in requests:
-        groups.setdefault(transport, []).append(request)
-    return issue_all([partial(launch, transport, grouped) for transport, grouped in groups.items()])
+        groups.setdefault(id(transport), (transport, []))[1].append(request)
+    return issue_all([partial(launch, transport, grouped) for transport, grouped in groups.values()])
 
 
 def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:

@@ -1,8 +1,8 @@
 """Activations that are in host memory between the forward and the backward of a unit.
 
 [Note: Offloaded activations]
-While a unit computes, hooks see every tensor that autograd saves. Large ones, which are not parameters, are copied to
-host memory on a side stream when the unit's forward ends. The next unit computes meanwhile; when its forward ends, the
+While a unit computes, hooks see every tensor that autograd saves. Large activations among them are copied to host
+memory on a side stream when the unit's forward ends. The next unit computes meanwhile; when its forward ends, the
 compute stream waits for the copies, and the memory on the device is free. In backward, what a unit needs is copied back
 while the unit after it computes: where the unsharded parameters are prefetched, too. So the activations of two units
 are on the device at a time, and a copy is hidden if it takes no longer than the computation of one unit.
@@ -11,9 +11,11 @@ Copied is the part of a storage that its saved tensors lie in, once, however man
 of it with the same strides and alignment, so that kernels compute the same bits. The activations of the last of these
 units stay on the device, for its backward comes at once. A unit that runs inside of another one belongs to that.
 
-Unsharded parameters are not activations: the engine frees and refills their storages, and saved tensors on them stay as
-they are. Autograd compares versions only of tensors without such hooks, so here it is done for those that stay on the
-device, and for the others as long as they are being copied.
+Parameters and buffers are not activations: they stay on the device anyway, or are on unsharded buffers (of this root or
+of another one), whose memory is freed and refilled, and saved tensors on those stay as they are.
+
+Autograd compares versions only of tensors without such hooks, so here it is done for those that stay on the device, and
+for the others as long as they are being copied.
 
 Recomputed activations (in backward) are not offloaded, nor are those for which somebody else's hooks are in force, such
 as a checkpoint's around the unit, nor those of functions that do not allow hooks.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,7 +34,7 @@ from fullshard.engine import hooks
 from fullshard.engine.settings import ActivationOffload
 from fullshard.engine.states import OpenForward
 from fullshard.engine.unit import Unit
-from fullshard.memory import CommStream, PendingWork, empty, host_buffer, on_storage
+from fullshard.memory import CommStream, PendingWork, empty, host_buffer, is_freed_in_place, on_storage
 
 __all__ = ["ForwardActivations", "OffloadedForwards"]
 
@@ -128,7 +131,7 @@ class Activation:
     def on_device(self) -> torch.Tensor:
         """Return its bytes on the device; the current stream waits for them."""
         if self.memory is None or self.memory[1] is None:
-            self.forward.fetch()
+            self.forward.fetch_late()
         assert self.memory is not None and self.memory[1] is not None
         if self.returning is not None:
             self.returning.wait()
@@ -144,14 +147,16 @@ class ForwardActivations:
         policy: Which activations are offloaded.
         device: Where they are computed.
         stream: On which they are copied.
-        parameters: Returns the storages of unsharded parameters, by identity.
+        kept: Storages that stay on the device, by identity.
+        fetched: Is called with this object if a graph needs its activations and nobody has fetched them.
     """
 
     unit: weakref.ref[Unit]
     policy: ActivationOffload
     _device: torch.device
     _stream: CommStream
-    _parameters: Callable[[], Collection[int]]
+    _kept: Collection[int]
+    _fetched: Callable[[ForwardActivations], None]
     _open: dict[int, Activation]  # by the identity of their storages, while the forward runs
     _offloaded: list[weakref.ref[Activation]]  # the graph owns them
     _leaving: list[Activation]  # being copied to the host
@@ -163,9 +168,11 @@ class ForwardActivations:
         policy: ActivationOffload,
         device: torch.device,
         stream: CommStream,
-        parameters: Callable[[], Collection[int]],
+        kept: Collection[int],
+        fetched: Callable[[ForwardActivations], None],
     ) -> None:
-        self.unit, self.policy, self._device, self._stream, self._parameters = unit, policy, device, stream, parameters
+        self.unit, self.policy, self._device, self._stream = unit, policy, device, stream
+        self._kept, self._fetched = kept, fetched
         self._open, self._offloaded, self._leaving, self._copies = {}, [], [], None
 
     # ---------------------------------------------------------------- while the forward runs
@@ -178,7 +185,8 @@ class ForwardActivations:
         storage = tensor.untyped_storage()
         activation = self._open.get(storage._cdata)
         if activation is None:
-            if storage.nbytes() < self.policy.min_bytes or not tensor.numel() or storage._cdata in self._parameters():
+            small = storage.nbytes() < self.policy.min_bytes or not tensor.numel()
+            if small or is_freed_in_place(storage) or storage._cdata in self._kept:
                 return SavedTensor(tensor, None)
             activation = self._open[storage._cdata] = Activation(storage, self)
         return activation.save(tensor) if tensor.numel() else SavedTensor(tensor, None)
@@ -210,12 +218,6 @@ class ForwardActivations:
         for each in self._leaving:
             source = each.saved[0].tensor
             assert each.memory is not None and source is not None
-            if source.untyped_storage().nbytes() < each.end:
-                raise RuntimeError(
-                    f"offload_activations: a tensor of shape {list(source.shape)} that autograd saved was freed before "
-                    "the end of the forward, probably a parameter of a sharded module that is outside of the model but "
-                    "called in it; choose other modules= for offload_activations, or shard both below one root"
-                )
             part = on_storage(source, torch.uint8, each.begin, (each.nbytes,), (1,))
             each.memory[0].copy_(part, non_blocking=True)
 
@@ -257,6 +259,11 @@ class ForwardActivations:
         for each in away:
             each.returning = work
 
+    def fetch_late(self) -> None:
+        """Fetch for a backward that did not begin with this forward's unit, such as the second one of a graph."""
+        self.fetch()
+        self._fetched(self)
+
     def free_fetched(self) -> None:
         """End a backward of this forward: free the copies on the device that a retained graph still has."""
         for ref in self._offloaded:
@@ -271,14 +278,12 @@ class ForwardActivations:
 class OffloadedForwards:
     """The forwards of one root whose activations are offloaded, and when they are copied.
 
-    ``forget_parameters`` has to be called whenever units are unsharded.
-
     Args:
         units: All units of the root.
     """
 
     _units: Sequence[weakref.ref[Unit]]
-    _known: set[int] | None  # storages of unsharded parameters, by identity; None: to be looked for
+    _kept: set[int] | None  # storages of parameters and buffers, by identity; None: to be looked for in this forward
     _open: tuple[OpenForward, ForwardActivations] | None  # that runs
     _leaving: list[ForwardActivations]  # being copied to the host
     _waiting: list[weakref.ref[ForwardActivations]]  # for their backward, in the order in which the forwards ended
@@ -289,21 +294,9 @@ class OffloadedForwards:
     _moved: int  # those of them that are offloaded
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
-        self._units, self._known, self._open = units, None, None
+        self._units, self._kept, self._open = units, None, None
         self._leaving, self._waiting, self._in_backward = [], [], []
         self._number, self._last, self._seen, self._moved = 0, None, 0, 0
-
-    def parameters(self) -> set[int]:
-        """Return the storages of unsharded parameters, by identity."""
-        if self._known is None:
-            unsharded = (unit for ref in self._units if (unit := ref()) is not None and unit.is_unsharded)
-            parameters = (parameter for unit in unsharded for parameter in unit.parameters if parameter.has_unsharded)
-            self._known = {storage for parameter in parameters for storage in _storages(parameter.unsharded)}
-        return self._known
-
-    def forget_parameters(self) -> None:
-        """Look for the storages anew: units were unsharded."""
-        self._known = None
 
     # ---------------------------------------------------------------- forward
 
@@ -315,6 +308,7 @@ class OffloadedForwards:
             units = (unit for ref in self._units if (unit := ref()) is not None)
             self._last = sum(unit.settings.activation_offload is not None for unit in units)
         self._number = self._seen = self._moved = 0
+        self._kept = None
 
     def begin(self, unit: Unit, call: OpenForward, stream: CommStream) -> None:
         """Have what autograd saves in ``call`` of ``unit`` offloaded on ``stream``, where that is for it to do."""
@@ -322,7 +316,12 @@ class OffloadedForwards:
         if policy is None or device.type == "cpu" or not torch.is_grad_enabled() or hooks.in_backward():
             return
         if self._open is None and hooks.may_hook_saved_tensors():
-            forward = ForwardActivations(unit.ref, policy, device, stream, self.parameters)
+            if self._kept is None:
+                root = self._units[0]()
+                modules = () if root is None else [module for ref in root.modules if (module := ref()) is not None]
+                tensors = (tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
+                self._kept = {storage for tensor in tensors for storage in _storages(tensor)}
+            forward = ForwardActivations(unit.ref, policy, device, stream, self._kept, self._in_backward_late)
             hooks.begin_saved_tensor_hooks(forward.pack, SavedTensor.value)
             self._open = call, forward
 
@@ -379,6 +378,11 @@ class OffloadedForwards:
                 return
             self._waiting.pop()
 
+    def _in_backward_late(self, forward: ForwardActivations) -> None:
+        """Note that ``forward`` was fetched by a graph itself, for ``backward_ended`` to free."""
+        if all(ref() is not forward for ref in self._in_backward):
+            self._in_backward.append(weakref.ref(forward))
+
     def backward_ended(self, unit: Unit | None = None) -> None:
         """Free what is still on the device for the backward of ``unit`` (None: of all), because the graph is kept."""
         left = []
@@ -399,7 +403,7 @@ class OffloadedForwards:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[int]:
-    """Yield the storages of a parameter, by identity: also those of a DTensor and of other subclasses."""
+    """Yield the storages of a tensor, by identity: also those of a DTensor and of other subclasses."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     flatten = getattr(local, "__tensor_flatten__", None)
     if flatten is None:

@@ -214,7 +214,6 @@ class Runtime:
         self.prefetcher.used(unit)
         with profiled("wait_for_all_gather", (unit.name,)):
             unit.wait_for_unshard()
-        self.activations.forget_parameters()
 
     def begin_unshard(self, units: list[Unit]) -> None:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
@@ -233,7 +232,6 @@ class Runtime:
             raise
         for _, bucket, _ in begun:
             bucket.issued(work)
-        self.activations.forget_parameters()
 
     def _prefetch(self, launches: Iterable[list[Unit]]) -> None:
         for units in launches:

@@ -29,7 +29,15 @@ from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
-from fullshard.memory import Buffer, Stream, current_stream, free_storage, refill_storage, to_host
+from fullshard.memory import (
+    Buffer,
+    Stream,
+    current_stream,
+    free_storage,
+    mark_freed_in_place,
+    refill_storage,
+    to_host,
+)
 from fullshard.policy import MixedPrecisionPolicy
 from fullshard.ranks.agreement import gather
 
@@ -240,6 +248,8 @@ class ExtensionAllGather(BucketAllGather):
         gathered = {buffer.tensor(0, (0,), (1,)).untyped_storage()._cdata for buffer in self.buffers}
         own = {t.untyped_storage()._cdata: t for t in inner if t.untyped_storage()._cdata not in gathered}
         self._inner = [(t, t.untyped_storage().nbytes()) for t in own.values()]
+        for t in own.values():
+            mark_freed_in_place(t.untyped_storage())
         self.parameter.set_unsharded(tensor, self._storage.reduce_dtype)
         self._made = True
 
