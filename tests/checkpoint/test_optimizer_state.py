@@ -493,6 +493,32 @@ def made(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {parameter: map_leaves(own, value_of) for parameter, own in optimizer.state.items()}
 
 
+class Delegating(torch.optim.AdamW):
+    """Its step calls torch's, around which torch runs hooks too."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("elementwise", [False, True], ids=["dtensors", "local"])
+def test_hooks_are_for_real_steps(rank: Rank, elementwise: bool) -> None:
+    """They do not run, and are there afterwards; state is that before the first step."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # torch adds the hooks when the class is used first
+    model, calls = fully_shard(nn.Linear(3, 2)), []
+    optimizer = Delegating(model.parameters())
+    if elementwise:
+        localize(optimizer, elementwise=True)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    give_initial_state(optimizer)
+    assert not calls and all(state["step"] == 0 for state in optimizer.state.values())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert calls[:1] == ["pre"] and calls[-1:] == ["post"]
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
 class OfPlainTensors(torch.optim.Optimizer):
     """Fails with DTensors, as kernels of one's own do; remembers a sum, and a product of steps if it has a decay."""
 

@@ -50,6 +50,21 @@ def test_torchs_function_clips_as_without_sharding(rank: Rank, order: float) -> 
 
 
 @on_ranks(2)
+def test_parameters_that_are_listed_twice(rank: Rank) -> None:
+    """They count twice and are scaled twice, as in torch."""
+    with dropin.install(quiet=True):
+        found = []
+        for sharded in (False, True):
+            model = trained(rank, sharded=sharded)
+            parameters = [*model.parameters(), model[0].weight]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            values = [norm, *(parameter.grad for parameter in model.parameters())]
+            found.append([value.full_tensor() if sharded else value for value in values])
+    for number, (own, expected) in enumerate(zip(found[1], found[0], strict=True)):
+        assert_close(own, expected, str(number), **CLOSE)
+
+
+@on_ranks(2)
 def test_no_gradients_and_other_gradients_take_torchs_way(rank: Rank) -> None:
     """Without gradients the norm is 0; a gradient that needs a reduction first is reduced as torch reduces it."""
     with dropin.install(quiet=True):

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
-from fullshard import CPUOffloadPolicy, fully_shard, replicate
+from fullshard import CPUOffloadPolicy, ShardingStrategy, fully_shard, replicate
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.optim import localize
+from fullshard.optim.local import plan
 from fullshard.optim.local.local_tensors import LocalTensor
 from fullshard.optim.local.localize import _is_default, local_step_of
 from ranks import Rank, on_ranks
@@ -420,6 +421,151 @@ def test_schedulers_hooks_and_closures(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_hooks_that_use_their_arguments(rank: Rank) -> None:
+    """The optimizer among the arguments of hooks has parameters, gradients and state, as in torch."""
+
+    def halve(_: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in args[0].param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    def decay(_: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in args[0].param_groups:
+            group["lr"] *= 0.5
+        for p, state in args[0].state.items():
+            state["exp_avg"].mul_(0.5)
+            p.data.mul_(0.9)
+
+    pair = Pair(rank, lambda model: adamw(model, eps=0.1))
+    first, _ = pair.models
+    for _, optimizer in pair:
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(decay)
+    for _ in range(3):
+        pair.step()
+        pair.check()
+    assert local_tensors(pair.optimizers[0]) and pair.optimizers[0].param_groups[0]["lr"] == 0.1 / 8
+    # A hook that is registered after the first step comes before the local step, too.
+    pair.optimizers[0].register_step_pre_hook(lambda found, args, _: seen.append(args[0] is found))
+    seen: list[bool] = []
+    backward(rank, first, 9)
+    pair.optimizers[0].step()
+    assert seen == [True]
+
+
+@on_ranks(2)
+def test_steps_inside_of_steps(rank: Rank) -> None:
+    """A pre-hook, or a closure, that steps the same optimizer."""
+    for inside in ("hook", "closure"):
+        pair = Pair(rank, lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for model, optimizer in pair:
+            busy: list[bool] = []
+
+            def trial(found: optim.Optimizer, *_: Any, busy: Any = busy) -> None:
+                if not busy:
+                    busy.append(True)
+                    found.step()
+                    busy.clear()
+
+            def closure(model: Net = model, optimizer: Any = optimizer, trial: Any = trial) -> torch.Tensor:
+                optimizer.zero_grad()
+                backward(rank, model, 1)
+                trial(optimizer)
+                return torch.tensor(2.0)
+
+            if inside == "hook":
+                optimizer.register_step_pre_hook(trial)
+            for step in range(3):
+                backward(rank, model, step)
+                assert optimizer.step(None if inside == "hook" else closure) == (None if inside == "hook" else 2.0)
+                optimizer.zero_grad()
+        pair.check()
+        assert local_tensors(pair.optimizers[0])
+
+
+@on_ranks(2)
+def test_parameters_that_are_listed_twice(rank: Rank) -> None:
+    """They are stepped twice, and count two steps."""
+    pair = Pair(rank, adamw)
+    for model, optimizer in pair:
+        optimizer.param_groups[0]["params"].append(model.first.weight)
+    for _ in range(3):
+        pair.step()
+        pair.check()
+    assert pair.optimizers[0].state[pair.models[0].first.weight]["step"] == 6
+    assert local_tensors(pair.optimizers[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=str)
+def test_an_optimizer_that_stepped_before_wrapping(rank: Rank, strategy: ShardingStrategy) -> None:
+    """It goes on with the original parameters: also those that are unsharded after a forward for a log."""
+
+    def losses(*, keep: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, found = Net(), []
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
+        model(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped = FSDP(model, use_orig_params=True, sharding_strategy=strategy, device_mesh=rank.mesh)
+        if not keep:
+            optimizer = optim.SGD(wrapped.parameters(), lr=0.05)
+        for _ in range(3):
+            loss = wrapped(torch.ones(2, 6)).square().mean()
+            loss.backward()
+            wrapped(torch.ones(2, 6))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    kept = losses(keep=True)
+    assert kept == losses(keep=False) and kept[0] > kept[1] > kept[2]
+
+
+@on_ranks(2)
+def test_memory_of_loops(rank: Rank) -> None:
+    """Tensors for a loop are no larger than the largest parameter, except small ones; others are as large as can be."""
+
+    def made(**options: Any) -> list[LocalTensor]:
+        pair = Pair(rank, lambda model: adamw(model, **options))
+        for _ in range(2):
+            pair.step(spare=True)
+            pair.check()
+        return local_tensors(pair.optimizers[0])
+
+    together = [len(tensor.members) for tensor in made(foreach=False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "LOOP_BYTES", 0)
+        assert [len(tensor.members) for tensor in made(foreach=True)] == together
+        found = made(foreach=False)
+    largest = max(member.local.numel() for tensor in found for member in tensor.members)
+    assert max(tensor.parameter.numel() for tensor in found) <= largest
+    assert len(together) < len(found) < sum(together)
+
+
+@on_ranks(2)
+def test_dtensors_of_others_that_move(rank: Rank) -> None:
+    """A DTensor that is not fullshard's is given other memory."""
+    pair, others = Pair(rank, adamw), []
+    for _, optimizer in pair:
+        generator = torch.Generator().manual_seed(1)
+        other = nn.Parameter(DTensor.from_local(torch.randn(4, 3, generator=generator), rank.mesh, [Replicate()]))
+        optimizer.add_param_group({"params": [other]})
+        others.append(other)
+    for step in range(4):
+        for other in others:
+            other.square().sum().backward()
+            if step == 2:
+                other._local_tensor.data = other._local_tensor.clone()
+        pair.step()
+        pair.check()
+        assert torch.equal(local(others[0]), local(others[1]))
+
+
+@on_ranks(2)
 def test_an_exception_leaves_the_users_view(rank: Rank) -> None:
     """And the next step goes on from there."""
     net = build(rank)
@@ -634,6 +780,37 @@ def test_an_optimizer_that_the_user_vouches_for(rank: Rank) -> None:
     pair.check()
     assert pair.optimizers[0].state["all"] == {"steps": 5}
     assert pair.optimizers[0].param_groups[0]["seen"] == 5
+
+
+class Trainable(optim.Optimizer):
+    """Steps what requires a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@on_ranks(2)
+def test_steps_that_ask_what_is_trained(rank: Rank) -> None:
+    """Local tensors require gradients where the parameters do, also if that changes."""
+    pair = Pair(rank, lambda model: Trainable(model.parameters()), elementwise=True)
+    before = local(pair.models[0].first.weight).clone()
+    pair.step()
+    assert local_tensors(pair.optimizers[0])
+    assert not torch.equal(before, local(pair.models[0].first.weight))
+    for frozen in (True, False):
+        for model, optimizer in pair:
+            backward(rank, model, 1)
+            model.even[0].weight.requires_grad_(not frozen)  # its gradient stays
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check()
 
 
 @on_ranks(2)

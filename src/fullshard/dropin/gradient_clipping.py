@@ -2,8 +2,8 @@
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of each DTensor by itself, and makes a DTensor of each result: for
 many small parameters that costs several times what it costs for plain tensors. The two functions of its module that it
-calls are replaced here, for gradients that are all sharded or replicated DTensors. Others take torch's way, and so do
-their errors.
+calls are replaced here, for gradients that are all sharded or replicated DTensors. Others take torch's way, such as
+gradients that are given twice, which torch counts and clips twice, and so do their errors.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def _clip_like(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _all_sharded(gradients: Iterable[torch.Tensor]) -> bool:
-    """True if there are gradients, and all are DTensors on one mesh whose values need no reduction."""
+    """True if there are gradients, each once, and all are DTensors on one mesh whose values need no reduction."""
+    found = list(gradients)
+    if len(set(map(id, found))) != len(found):
+        return False
     specs: dict[int, DTensorSpec] = {}  # many gradients have the same
-    for gradient in gradients:
+    for gradient in found:
         if type(gradient) is not DTensor:
             return False
         specs[id(gradient._spec)] = gradient._spec

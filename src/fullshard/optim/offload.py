@@ -28,7 +28,7 @@ from fullshard.engine.parameters.placement import dtensor
 from fullshard.memory import CommStream, PendingWork, host_buffer, make_comm_stream
 from fullshard.optim.local.local_tensors import LocalTensor
 from fullshard.optim.local.localize import local_step_of, localize
-from fullshard.optim.local.plan import owning_unit
+from fullshard.optim.local.plan import local_of, owning_unit
 
 __all__ = ["StateOffload", "offload"]
 
@@ -177,8 +177,8 @@ class StateOffload:
                     continue
                 target = torch.device("cpu") if id(parameter) in chosen else parameter.device
                 for name, entry in list(entries.items()):
-                    if _is_elementwise(entry, parameter) and entry.device.type != target.type:
-                        entries[name] = _like(entry, _local(entry).to(target))
+                    if _is_alike(entry, parameter) and entry.device.type != target.type:
+                        entries[name] = _like(entry, local_of(entry).to(target))
 
     # ---------------------------------------------------------------- a step
 
@@ -228,16 +228,16 @@ class StateOffload:
             for tensor in part.tensors
             for entries in (state.get(tensor.parameter, {}),)
             for name, entry in entries.items()
-            if _is_elementwise(entry, tensor.parameter) and entry.device.type == "cpu"
+            if _is_alike(entry, tensor.parameter) and entry.device.type == "cpu"
         ]
         copies: list[torch.Tensor] = []
 
         def allocate() -> None:
-            copies.extend(torch.empty_like(_local(entry), device=device) for _, _, entry in found)
+            copies.extend(torch.empty_like(local_of(entry), device=device) for _, _, entry in found)
 
         def copy() -> None:
             for there, (_, _, entry) in zip(copies, found, strict=True):
-                there.copy_(_local(entry), non_blocking=True)
+                there.copy_(local_of(entry), non_blocking=True)
 
         with torch.inference_mode(False), torch.no_grad():
             part.work = stream.issue(list, copy, allocate=allocate)
@@ -251,14 +251,18 @@ class StateOffload:
         for tensor in part.tensors:
             entries = state.get(tensor.parameter, {})
             for name, entry in entries.items():
-                if not _is_elementwise(entry, tensor.parameter) or entry.device.type == "cpu":
+                if not _is_alike(entry, tensor.parameter) or entry.device.type == "cpu":
                     continue
-                local, home = _local(entry), part.homes.get((id(entries), name))
-                if home is None or home.dtype is not local.dtype or (self.pin_memory and not _local(home).is_pinned()):
+                local, home = local_of(entry), part.homes.get((id(entries), name))
+                if (
+                    home is None
+                    or home.dtype is not local.dtype
+                    or (self.pin_memory and not local_of(home).is_pinned())
+                ):
                     memory = host_buffer(local.numel(), local.dtype, pin=self.pin_memory)
                     home = _like(entry, memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
                 entries[name] = home
-                pairs.append((_local(home), local))
+                pairs.append((local_of(home), local))
 
         def copy() -> None:
             for home, local in pairs:
@@ -272,19 +276,15 @@ def _bring_to_device(tensor: LocalTensor, state: _State) -> None:
     """Move state that stays on the device there, if something else has put it on the host, such as a load."""
     device, entries = tensor.parameter.device, state.get(tensor.parameter, {})
     for name, entry in entries.items():
-        if device.type != "cpu" and _is_elementwise(entry, tensor.parameter) and entry.device.type == "cpu":
-            entries[name] = _like(entry, _local(entry).to(device))
-
-
-def _local(entry: torch.Tensor) -> torch.Tensor:
-    return entry._local_tensor if isinstance(entry, DTensor) else entry
+        if device.type != "cpu" and _is_alike(entry, tensor.parameter) and entry.device.type == "cpu":
+            entries[name] = _like(entry, local_of(entry).to(device))
 
 
 def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor(local, entry._spec) if isinstance(entry, DTensor) else local
 
 
-def _is_elementwise(entry: Any, parameter: torch.Tensor) -> bool:
+def _is_alike(entry: Any, parameter: torch.Tensor) -> bool:
     """True if an entry of the state of a parameter has one element for each of the parameter's, and any."""
     if (
         not isinstance(entry, torch.Tensor)
@@ -292,4 +292,4 @@ def _is_elementwise(entry: Any, parameter: torch.Tensor) -> bool:
         or isinstance(entry, DTensor) != isinstance(parameter, DTensor)
     ):
         return False
-    return _local(entry).shape == _local(parameter).shape and _local(entry).numel() > 0
+    return local_of(entry).shape == local_of(parameter).shape and local_of(entry).numel() > 0

@@ -3,10 +3,12 @@
 [Note: Local steps]
 Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs hooks around
 every step, also if a scheduler, accelerate or a gradient scaler has wrapped the method:
-- A pre-hook of all optimizers replaces the optimizer that torch's own ``step`` is called with by one of the same class
-  without parameters. So all that this ``step`` does is to run the closure and to return its loss.
-- A post-hook of the optimizer, the first one, then runs the arithmetic on local tensors. Pre-hooks and closure of the
-  user see the optimizer before the step, post-hooks after it, all with DTensors.
+- The last pre-hook of the optimizer replaces the optimizer that torch's own ``step`` is called with by one of the same
+  class without parameters. So all that this ``step`` does is to run the closure and to return its loss.
+- The first post-hook of the optimizer then runs the arithmetic on local tensors, and gives the replacement all
+  attributes of the optimizer, because torch calls the user's post-hooks with it among the arguments. Pre-hooks and
+  closure of the user see the optimizer before the step, post-hooks after it, all with DTensors.
+- A pre-hook of all optimizers, which runs before those of one, keeps the two hooks in their places.
 
 What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be
 asked for in time); local tensors in the optimizer from pre-hook to post-hook (torch calls no post-hook for a step that
@@ -23,7 +25,8 @@ import functools
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep
 
-__all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "usable_step"]
+__all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "stepping_dtensors", "usable_step"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -87,7 +90,8 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
         optimizer: An optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any other
             parameters. With or without state.
         elementwise: True if each element of a parameter is updated only from the same element of gradient and state and
-            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. None:
+            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. In
+            each step its ``step`` is also called once without parameters, for the closure, and must allow that. None:
             known for the classes above.
         enable: False: the optimizer steps DTensors, as torch does, from now on.
 
@@ -175,7 +179,7 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return found
 
 
-def _is_elementwise(kind: type[Any]) -> bool:
+def _is_known(kind: type[Any]) -> bool:
     """Return True if the arithmetic is that of a known elementwise optimizer."""
     bases: tuple[type[Any], ...] = ELEMENTWISE
     for base in kind.__mro__:
@@ -198,7 +202,7 @@ def _unsupported_reason(optimizer: Optimizer, elementwise: bool | None) -> str |
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True requires autograd through the parameters themselves"
     if elementwise is None:
-        elementwise = _is_elementwise(kind)
+        elementwise = _is_known(kind)
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         return "its param_groups and state are not attributes of its own"
     if elementwise:
@@ -217,22 +221,26 @@ def _add_hook() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic.
-
-    See [Note: Local steps].
-    """
-    if torch.compiler.is_compiling():
-        return None
-    step = usable_step(optimizer)
-    if step is None:
-        return None
-    post_hooks = optimizer._optimizer_step_post_hooks
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have the hooks of an optimizer that steps local tensors run last and first. See [Note: Local steps]."""
+    if torch.compiler.is_compiling() or usable_step(optimizer) is None:
+        return
+    pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+    post_hooks: Any = optimizer._optimizer_step_post_hooks
+    if next(reversed(pre_hooks), None) != _HOOK:
+        pre_hooks[_HOOK] = _before_own_step
+        pre_hooks.move_to_end(_HOOK)
     if next(iter(post_hooks), None) != _HOOK:
         post_hooks[_HOOK] = _after_own_step
-        post_hooks.move_to_end(_HOOK, last=False)  # type: ignore[attr-defined] # an OrderedDict
+        post_hooks.move_to_end(_HOOK, last=False)
+
+
+def _before_own_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic."""
+    if torch.compiler.is_compiling() or usable_step(optimizer) is None:
+        return None
     return (_without_parameters(optimizer), *args[1:]), kwargs
 
 
@@ -243,6 +251,22 @@ def _after_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
         return
     further = {name: value for name, value in kwargs.items() if name != "closure"}
     step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
+    vars(args[0]).clear()
+    vars(args[0]).update(vars(optimizer))
+
+
+@contextmanager
+def stepping_dtensors(optimizer: Optimizer) -> Iterator[None]:
+    """While the context is open, the optimizer steps DTensors, without hooks of its own."""
+    attributes, replaced = vars(optimizer), {**WITHOUT_HOOKS, _STEP: None}
+    users = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del attributes[name]
+        attributes.update(users)
 
 
 def usable_step(optimizer: Optimizer) -> LocalStep | None:

@@ -13,6 +13,11 @@ results are kept in fp32 or not. A step has the same bits as one of single param
 together only where no vector crosses from one to the next. Fused kernels begin a vector at every 64 bytes of a tensor,
 also where threads divide it. Kernels of bf16 and fp16 are divided among threads anywhere, so there each parameter is
 stepped alone. Other kernels of fp32 and fp64, and those of accelerators, round all elements alike.
+
+[Note: Temporary memory of loops]
+Neither ``foreach`` nor ``fused``, torch steps tensor by tensor, with temporaries of the size of one. So that a step
+needs no more memory than one of DTensors, parameters are stepped together only up to the size of the largest one, or up
+to 1 MiB, where a tensor for each parameter would cost more time than memory.
 """
 
 from __future__ import annotations
@@ -33,15 +38,17 @@ from fullshard.engine.unit import Unit
 from fullshard.layout.per_parameter import is_dense
 from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member, ScalarState, StateEntries
 
-__all__ = ["StepPlan", "owning_unit"]
+__all__ = ["StepPlan", "local_of", "owning_unit"]
 
 VECTOR = 64  # bytes of the widest vector
+LOOP_BYTES = 2**20  # of parameters that a loop may step together even if none is as large
 
 State = dict[Any, Any]  # state of an optimizer: entries by parameter
 
 _address_of = torch.Tensor.data_ptr
 _stride_of = torch.Tensor.stride
 _dtype_of = operator.attrgetter("dtype")
+_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 class StepPlan:
@@ -58,8 +65,8 @@ class StepPlan:
     _scalars: list[ScalarState]
     _written: tuple[list[Any], list[Any]]  # names, and entries, of the local state at the last write-back
     _parameters: list[torch.Tensor]  # of all groups
-    _plain_parameters: list[torch.Tensor]  # whose memory users may replace
     _indices: list[int]  # of the parameters that are members of plain local tensors, among all
+    _shards: list[torch.Tensor]  # of those: plain, or local tensors; users may replace their memory
     _first_members: list[int]  # the first member of each plain local tensor, among the members
     _distances: list[int | None]  # bytes from each member's gradient to the next, if both may be stepped together
     _dependencies: list[Any]  # that the plan depends on
@@ -71,12 +78,12 @@ class StepPlan:
     def __init__(self, optimizer: torch.optim.Optimizer, flats: FlatStates) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self._flats, self._parameters = flats, [p for group in groups for p in group["params"]]
-        self._plain_parameters = [p for p in self._parameters if type(p) is nn.Parameter]
         with torch.inference_mode(False), torch.no_grad():
             found, others = _candidates(groups, state)
             self._indices = [candidate.index for candidate in found]
+            self._shards = [local_of(self._parameters[index]) for index in self._indices]
             self._distances = list(starmap(_Candidate.distance_to, pairwise(found)))
-            self._first_members = [i for i in range(len(found)) if not i or not found[i - 1].continues_in(found[i])]
+            self._first_members = _first_members(found, groups)
             ends = [*self._first_members[1:], len(found)]
             plain = [_local_tensor(found[first:end]) for first, end in zip(self._first_members, ends, strict=False)]
             self.tensors = plain + others
@@ -164,7 +171,7 @@ class StepPlan:
         self._dependencies = _dependencies(optimizer)
         members = (member for tensor in self.tensors if tensor.is_flat for member in tensor.members)
         entries = (entry for member in members for entry in (member.state or {}).values())
-        self._slices = [_local_of(entry) for entry in entries if isinstance(entry, torch.Tensor)]
+        self._slices = [local_of(entry) for entry in entries if isinstance(entry, torch.Tensor)]
         self._addresses = list(map(_address_of, self._slices))
 
     def _contents(self) -> tuple[list[Any], list[Any]]:
@@ -182,7 +189,8 @@ class StepPlan:
         gradients: list[Any] = [g._local_tensor if type(g) is DTensor else g for g in found]
         addresses = list(map(_address_of, gradients))
         layout = [
-            list(map(_address_of, self._plain_parameters)),
+            list(map(_address_of, self._shards)),
+            list(map(_requires_grad_of, self._parameters)),
             list(map(type, gradients)),
             [g._spec if type(g) is DTensor else None for g in found],
             list(map(_dtype_of, gradients)),
@@ -215,6 +223,11 @@ class _Candidate:
     offset: int
     key: Any
     whole: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.member.local.nbytes
 
     def distance_to(self, other: _Candidate) -> int | None:
         """Return the bytes from this gradient to the other's if both could be stepped together; None otherwise."""
@@ -253,7 +266,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
         if pair is None or not _has_local_state(member) or count[id(parameter)] > 1:  # the second step goes on with it
             others.append(LocalTensor(number, [member], parameter))
             continue
-        offset, key = 0, (number, entries is None, _describe(member, scalars))
+        offset, key = 0, (number, parameter.requires_grad, entries is None, _describe(member, scalars))
         if buffer is not None:
             offset, rest = divmod(pair[0].data_ptr() - buffer.data_ptr(), buffer.itemsize)
             is_there = pair[0].dtype is buffer.dtype and not rest and 0 <= offset <= buffer.numel() - pair[0].numel()
@@ -266,7 +279,32 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
     return sorted(found, key=lambda c: (c.group, places[id(c.buffer)], c.offset)), others
 
 
-def _local_of(entry: torch.Tensor) -> torch.Tensor:
+def _first_members(found: Sequence[_Candidate], groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return where local tensors begin among the candidates. See [Note: Temporary memory of loops]."""
+    largest = [LOOP_BYTES] * len(groups)
+    for candidate in found:
+        largest[candidate.group] = max(largest[candidate.group], candidate.nbytes)
+    first: list[int] = []
+    together = 0
+    for index, candidate in enumerate(found):
+        together += candidate.nbytes
+        is_loop = _is_loop(groups[candidate.group], candidate.member.local.device)
+        fits = not is_loop or together <= largest[candidate.group]
+        if not index or not fits or not found[index - 1].continues_in(candidate):
+            first.append(index)
+            together = candidate.nbytes
+    return first
+
+
+def _is_loop(group: Mapping[str, Any], device: torch.device) -> bool:
+    """Return True if torch steps the tensors of a group one by one: the default only on the CPU."""
+    if group.get("fused") or group.get("foreach"):
+        return False
+    return device.type == "cpu" or "foreach" not in group or group["foreach"] is False
+
+
+def local_of(entry: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
     return entry._local_tensor if isinstance(entry, DTensor) else entry
 
 
@@ -358,10 +396,12 @@ def _local_tensor(candidates: Sequence[_Candidate]) -> LocalTensor:
     numel = sum(member.local.numel() for member in members)
     if len(candidates) == 1:
         local = first.member.local
-        return LocalTensor(first.group, members, local.detach() if local.dim() else local.as_strided((1,), (1,)))
-    assert first.buffer is not None
-    start = int(first.buffer.storage_offset()) + first.offset
-    return LocalTensor(first.group, members, first.buffer.detach().as_strided((numel,), (1,), start))
+        stepped = local.detach() if local.dim() else local.detach().as_strided((1,), (1,))
+    else:
+        assert first.buffer is not None
+        start = int(first.buffer.storage_offset()) + first.offset
+        stepped = first.buffer.detach().as_strided((numel,), (1,), start)
+    return LocalTensor(first.group, members, stepped.requires_grad_(first.member.parameter.requires_grad))
 
 
 def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -370,8 +410,8 @@ def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
     parameters = list(chain.from_iterable((*group["params"], None) for group in groups))
     locals_ = [parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)]
     keys_and_values = chain.from_iterable(state.items())  # of all parameters: the dictionaries of their entries
-    fused = (group.get("fused") for group in groups)
-    return [state, *fused, *parameters, *locals_, *keys_and_values, *_entries_of(state)]
+    implementations = (group.get(name) for group in groups for name in ("fused", "foreach"))
+    return [state, *implementations, *parameters, *locals_, *keys_and_values, *_entries_of(state)]
 
 
 def _entries_of(state: State) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
-from fullshard.optim.local.localize import own_step, usable_step
+from fullshard.optim.local.localize import own_step, stepping_dtensors, usable_step
 from fullshard.optim.local.step import LocalStep
 
 __all__ = ["give_initial_state"]
@@ -78,10 +78,11 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
     groups, state, made = optimizer.param_groups, optimizer.state, {}
     has_local_step = usable_step(optimizer) is not None
     try:
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    made[parameter] = _initial_state(optimizer, group, parameter, has_local_step)
+        with stepping_dtensors(optimizer):
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        made[parameter] = _initial_state(optimizer, group, parameter, has_local_step)
     except TypeError:  # step() requires a closure
         made = {}
     finally:
