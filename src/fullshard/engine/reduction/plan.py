@@ -125,7 +125,10 @@ class ReductionMessage(Buffer):
             torch._foreach_copy_(targets, sources)
 
     def _pack_rows(self, inputs: Gradients, memory: torch.Tensor) -> None:
-        """Pack what lies in whole rows, with one kernel that also casts."""
+        """Pack what lies in whole rows, with one kernel if gradients are in the dtype of the message, or bf16 for fp32.
+
+        For other pairs of dtypes torch pads, concatenates and casts in steps of their own.
+        """
         packed = [None if each.gradient is None else inputs[each.gradient] for each in self._rows]
         dtypes = {gradient.dtype for gradient in packed if gradient is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
