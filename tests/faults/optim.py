@@ -4,6 +4,27 @@ from tests.faults.fault import Fault
 
 FAULTS: list[Fault] = [
     Fault(
+        "optim/local/localize.py",
+        "    vars(args[0]).clear()\n    vars(args[0]).update(vars(optimizer))\n",
+        "",
+        "A hook after the step that asks its arguments for the optimizer finds one without parameters.",
+        ("optim/test_localize.py",),
+    ),
+    Fault(
+        "optim/local/plan.py",
+        "            list(map(_address_of, self._shards)),\n",
+        "",
+        "Parameters that were given other memory are not updated any more.",
+        ("optim/test_localize.py",),
+    ),
+    Fault(
+        "optim/local/localize.py",
+        "replaced = vars(optimizer), {**WITHOUT_HOOKS, _STEP: None}",
+        "replaced = vars(optimizer), {_STEP: None}",
+        "Loading a checkpoint before the first step runs the user's hooks on steps.",
+        ("checkpoint/test_optimizer_state.py",),
+    ),
+    Fault(
         "optim/norms.py",
         "        return sums.sum().pow(1 / order).to(self.dtype)\n",
         "        return sums.max().pow(1 / order).to(self.dtype)\n",
