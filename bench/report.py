@@ -248,7 +248,7 @@ class Bars:
 
     def draw(self, axis: Any) -> None:
         """Draw them on an axis of matplotlib."""
-        names = [label_in_plot(name) for name in self.values]
+        names = [textwrap.fill(label_in_plot(name), 32) for name in self.values]
         spreads = [v if isinstance(v, Spread) else Spread(v, v, v) for v in self.values.values()]
         below = [s.median - s.lower_quartile for s in spreads]
         above = [s.upper_quartile - s.median for s in spreads]
