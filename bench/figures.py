@@ -43,8 +43,12 @@ class Figure:
 
     def text(self, results: Results) -> str:
         """The value as it is written everywhere."""
-        found = self.find(results)
-        return UNMEASURED if found is None else report.cell(found)
+        found, value, limit = self.find(results), self.median(results), self.limit
+        if found is None or value is None:
+            return UNMEASURED
+        # A third digit where two would show a value above its limit as equal to it.
+        hides = limit is not None and value > limit and f"{value:.2f}" == f"{limit:.2f}"
+        return report.cell(found, ".3f" if hides else ".2f")
 
     def median(self, results: Results) -> float | None:
         """The value without its spread."""

@@ -95,6 +95,25 @@ def test_calls_do_not_grow_with_ranks(system: str, monkeypatch: pytest.MonkeyPat
     assert many["first"] <= few["first"] * (1 + TOLERANCE) + 1024 + 200
 
 
+@pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
+def test_numbers_made_in_python_do_not_grow_with_ranks(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call can cost as much as there are ranks: a tensor of a Python number for each."""
+    real, sizes, found = torch.tensor, [0], []
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made = real(*arguments, **options)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(torch, "tensor", counted)
+    for ranks in (8, 1024):
+        fake_group(ranks)
+        sizes.clear()
+        counts(system, 4)
+        found.append(max(sizes))
+    assert found[0] == found[1]
+
+
 def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
     """The first rank's decision takes a bounded number of calls per rank, however many tensors there are."""
 

@@ -254,8 +254,8 @@ class ReductionPlan:
         if present not in kept:
             if len(kept) >= MAX_PRESENCES_KEPT:
                 kept.clear()
-            rows = [present] * self.mesh.world_size
-            kept[present] = torch.tensor(rows, dtype=self.presence_dtype, device=self.mesh.device)
+            row = torch.tensor(present, dtype=self.presence_dtype, device=self.mesh.device)
+            kept[present] = row.repeat(self.mesh.world_size, 1)
         return kept[present]
 
     @cached_property
