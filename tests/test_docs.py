@@ -58,6 +58,8 @@ class WrapModel(nn.Module):
 
 def run_snippets(rank: Rank, page: str) -> None:
     """Run a page's snippets, and one step of a model that they did not make themselves."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()  # a page counts graphs; other tests of this process have made some
     module = sys.modules["snippets"] = types.ModuleType("snippets")  # which fullshard.dropin finds, as a user's
     namespace: dict[str, Any] = vars(module)
     if page == "docs/how_to/units.md":
