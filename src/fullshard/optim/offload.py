@@ -177,7 +177,7 @@ class StateOffload:
                     continue
                 target = torch.device("cpu") if id(parameter) in chosen else parameter.device
                 for name, entry in list(entries.items()):
-                    if _is_alike(entry, parameter) and entry.device.type != target.type:
+                    if _is_elementwise_entry(entry, parameter) and entry.device.type != target.type:
                         entries[name] = _like(entry, local_of(entry).to(target))
 
     # ---------------------------------------------------------------- a step
@@ -228,7 +228,7 @@ class StateOffload:
             for tensor in part.tensors
             for entries in (state.get(tensor.parameter, {}),)
             for name, entry in entries.items()
-            if _is_alike(entry, tensor.parameter) and entry.device.type == "cpu"
+            if _is_elementwise_entry(entry, tensor.parameter) and entry.device.type == "cpu"
         ]
         copies: list[torch.Tensor] = []
 
@@ -251,7 +251,7 @@ class StateOffload:
         for tensor in part.tensors:
             entries = state.get(tensor.parameter, {})
             for name, entry in entries.items():
-                if not _is_alike(entry, tensor.parameter) or entry.device.type == "cpu":
+                if not _is_elementwise_entry(entry, tensor.parameter) or entry.device.type == "cpu":
                     continue
                 local, home = local_of(entry), part.homes.get((id(entries), name))
                 if (
@@ -276,7 +276,7 @@ def _bring_to_device(tensor: LocalTensor, state: _State) -> None:
     """Move state that stays on the device there, if something else has put it on the host, such as a load."""
     device, entries = tensor.parameter.device, state.get(tensor.parameter, {})
     for name, entry in entries.items():
-        if device.type != "cpu" and _is_alike(entry, tensor.parameter) and entry.device.type == "cpu":
+        if device.type != "cpu" and _is_elementwise_entry(entry, tensor.parameter) and entry.device.type == "cpu":
             entries[name] = _like(entry, local_of(entry).to(device))
 
 
@@ -284,7 +284,7 @@ def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor(local, entry._spec) if isinstance(entry, DTensor) else local
 
 
-def _is_alike(entry: Any, parameter: torch.Tensor) -> bool:
+def _is_elementwise_entry(entry: Any, parameter: torch.Tensor) -> bool:
     """True if an entry of the state of a parameter has one element for each of the parameter's, and any."""
     if (
         not isinstance(entry, torch.Tensor)
