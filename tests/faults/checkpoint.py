@@ -8,7 +8,7 @@ __all__ = ["FAULTS"]
 
 FAULTS = [
     Fault(
-        "checkpoint/state/tensor_shards.py",
+        "engine/parameters/placement.py",
         "for axis in [*(axis for axis in axes if axis not in strided), *reversed(strided)]:",
         "for axis in axes:",
         "Shards of parameters that tensor parallelism cuts on the same dim are saved at wrong places.",

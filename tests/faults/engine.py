@@ -68,7 +68,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "comm/custom.py",
-        "            return [Scaled(work, [(operand.shard, 1 / scaling.after)])]\n",
+        "            return [Scaled([work], [(operand.shard, 1 / scaling.after)])]\n",
         "            return [work]\n",
         "A custom reduce-scatter that returns a work leaves sums instead of means.",
         ("engine/test_custom_collectives.py",),

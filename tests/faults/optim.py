@@ -33,8 +33,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "optim/norms.py",
-        "factors = [1.0 if axis in axes or first else 0.0 for axes in axes_of_sums]",
-        "factors = [1.0 for axes in axes_of_sums]",
+        "counts = [axis in axes or first for axes in axes_of_sums]",
+        "counts = [True for axes in axes_of_sums]",
         "Replicated gradients count once for every replica in the norm.",
         ("optim/test_norms.py",),
     ),
