@@ -104,13 +104,14 @@ def test_environment_variables_are_those_that_the_code_reads() -> None:
 
 def test_stated_timeouts_are_those_of_the_code() -> None:
     """The defaults in the table of environment variables."""
-    from fullshard.ranks import barrier, order
+    from fullshard.ranks import barrier, watchdog
 
     page = (REFERENCE / "environment_variables.md").read_text()
     seconds = f"{barrier._BARRIER_TIMEOUT_S:g} for `save`", f"{barrier.LOAD_TIMEOUT_S:g} for `load`"
     assert all(each in page for each in seconds)
     assert f"| `FULLSHARD_STEP_TIMEOUT_S` | {barrier._STEP_TIMEOUT_S:g} |" in page
-    assert f"| `FULLSHARD_ORDER_TIMEOUT_S` | {order._DEFAULT_TIMEOUT_S:g} |" in page
+    assert f"| `FULLSHARD_WATCHDOG_S` | {watchdog._STUCK_S:g} |" in page
+    assert f"| `FULLSHARD_WATCHDOG_LOST_S` | {watchdog._LOST_S:g} |" in page
 
 
 def strings_of(source: Path) -> list[str]:

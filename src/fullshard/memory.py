@@ -18,11 +18,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from fullshard.progress import PROGRESS
 
 __all__ = [
     "Buffer",
@@ -36,6 +40,7 @@ __all__ = [
     "Work",
     "alias",
     "allows_cpu_gradients",
+    "communicates",
     "current_stream",
     "empty",
     "free_storage",
@@ -308,7 +313,22 @@ class HostWork:
 class _HostLaunch(HostWork):
     __slots__ = ()
 
-    synchronize = HostWork.wait
+    def wait(self) -> None:
+        if not self._works:  # waited for before
+            super().wait()
+            return
+        PROGRESS.waiting = time.monotonic()
+        try:
+            super().wait()
+        except RuntimeError as error:
+            self._error = PROGRESS.explained(error)
+            if self._error is error:
+                raise
+            raise self._error from error
+        finally:
+            PROGRESS.waiting = None
+
+    synchronize = wait
 
     def __del__(self) -> None:
         # If the model is deleted with an all-gather in flight, its messages must not reach the group's next users.
@@ -336,7 +356,13 @@ class HostCommStream:
             after.synchronize()
         if allocate is not None:
             allocate()
-        return _HostLaunch(launch(), finish)
+        try:
+            return _HostLaunch(launch(), finish)
+        except RuntimeError as error:
+            explained = PROGRESS.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def synchronize(self) -> None:
         """Do nothing: only collectives read host memory, and their pending work waits for them."""
@@ -378,6 +404,7 @@ class DeviceCommStream:
         self.device = device
         self._stream = torch.Stream(device=device, priority=priority)
         self._last, self._spare = None, []
+        _device_streams.add(self)
 
     def issue(
         self,
@@ -424,6 +451,14 @@ class DeviceCommStream:
         """Block the host until the last issued work is done."""
         if self._last is not None and not _is_capturing(self.device):
             _synchronize(self._last)
+
+
+_device_streams: weakref.WeakSet[DeviceCommStream] = weakref.WeakSet()
+
+
+def communicates() -> bool:
+    """True if work on a communication stream of an accelerator is not finished. Not while a graph is captured."""
+    return any((event := stream._last) is not None and not event.query() for stream in list(_device_streams))
 
 
 def _synchronize(event: torch.Event) -> None:

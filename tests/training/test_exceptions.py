@@ -297,14 +297,14 @@ def test_reduction_that_gets_no_memory(rank: Rank, by: str, front_end: FrontEnd)
 @on_ranks(2)
 @each_front_end
 def test_failure_as_a_forward_begins(rank: Rank, front_end: FrontEnd) -> None:
-    """What raises before the unit computes, such as a check of the order of units, leaves no forward open."""
+    """What raises before the unit computes leaves no forward open."""
     model, reference = sharded(front_end, rank)
     square_loss(1)(model, rank.rank).backward()
     runtime = runtime_of(nested_units(model)[0])
-    usual, runtime.prefetcher.order.on_start = runtime.prefetcher.order.on_start, fail
-    with pytest.raises(ZeroDivisionError):
-        square_loss(1)(model, rank.rank)
-    runtime.prefetcher.order.on_start = usual
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_reshard_if_left_over", fail)
+        with pytest.raises(ZeroDivisionError):
+            square_loss(1)(model, rank.rank)
     assert not runtime.busy
     assert_next_step_is_right(model, reference, rank)
 

@@ -1,13 +1,10 @@
-"""The order of units in the first forward: compared, watched while it runs, and noted later."""
+"""The order of units in the first forward: compared when it ends, and noted later."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -15,43 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import FullshardError, FullyShardedDataParallel
-from fullshard.comm import CommRequest, Operand, make_transport
 from fullshard.ranks.order import (
     END,
-    TIMEOUT_VARIABLE,
-    OrderWatchdog,
     compare_order,
     explain_difference,
     warn_of_change,
 )
 from fullshard.wrap import ModuleWrapPolicy
-from models import tiny_units
 from ranks import Rank, on_ranks
 
-SOON = 0.3  # seconds until a watch in these tests takes a rank for stalled
-
-
-def new_group(timeout: float = 30) -> dist.ProcessGroup:
-    """A group that a test may break."""
-    return dist.new_group(timeout=timedelta(seconds=timeout))
-
-
-def gather(rank: Rank, group: dist.ProcessGroup, name: str, numel: int = 4) -> None:
-    """Gather a unit called ``name``, and wait."""
-    region = torch.empty(group.size() * numel)
-    transport = make_transport(group, rank.device)
-    for work in transport.all_gather([CommRequest(name, [Operand(torch.ones(numel), region)])]):
-        work.wait()
-
-
 # -------------------------------------------------------------------- comparison
-
-
-def compare(group: dist.ProcessGroup, units: Sequence[str]) -> None:
-    """A first forward of ``units`` that communicates nothing."""
-    with compare_order([group]) as watch:
-        for unit in units:
-            watch.started(unit)
 
 
 DIFFERENT_ORDERS = [
@@ -67,17 +37,17 @@ def test_different_orders_raise_everywhere(rank: Rank) -> None:
     """Every rank raises the same error, which names the first position, and the units and ranks of the world there."""
     for odd, position, told in DIFFERENT_ORDERS:
         with pytest.raises(FullshardError) as caught:
-            compare(rank.group, odd if rank.rank == 2 else ["", "a", "b"])
+            compare_order(odd if rank.rank == 2 else ["", "a", "b"], [rank.group])
         message = str(caught.value)
         assert f"at position {position} (from 0): {told}. Make all" in message
         messages: list[str] = [""] * rank.world_size
         dist.all_gather_object(messages, message)
         assert set(messages) == {message}
-        compare(rank.group, ["fine"])  # the group is as good as before
+        compare_order(["fine"], [rank.group])  # the group is as good as before
     group = dist.new_group([1, 3])
     if rank.rank in (1, 3):
         with pytest.raises(FullshardError, match="'1' on rank 1; '3' on rank 3"):
-            compare(group, [str(rank.rank)])
+            compare_order([str(rank.rank)], [group])
 
 
 @on_ranks(4)
@@ -86,8 +56,8 @@ def test_difference_between_replicas_raises_everywhere(rank: Rank) -> None:
     mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
     groups = [mesh.get_group("shard"), mesh.get_group("replicate")]
     for odd in ([3], [2, 3]):
-        with pytest.raises(FullshardError, match=r"'a' on ranks? \d.*; 'b' on rank"), compare_order(groups) as watch:
-            watch.started("b" if rank.rank in odd else "a")
+        with pytest.raises(FullshardError, match=r"'a' on ranks? \d.*; 'b' on rank"):
+            compare_order(["b" if rank.rank in odd else "a"], groups)
 
 
 def test_explanations() -> None:
@@ -116,105 +86,7 @@ def test_warning_of_another_order(rank: Rank) -> None:
             warn_of_change(["a", "b", "c"], now)
 
 
-# -------------------------------------------------------------------- watch
-
-
-def run_watched(
-    rank: Rank, group: dist.ProcessGroup, units: Sequence[str], *, after_s: float = SOON, slow: str | None = None
-) -> None:
-    """A first forward of ``units``, each of which is gathered; rank 1 is late for the unit ``slow``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TIMEOUT_VARIABLE, str(after_s))
-        with compare_order([group]) as watch:
-            for unit in units:
-                watch.started(unit)
-                if unit == slow and rank.rank == 1:
-                    time.sleep(4 * SOON)
-                gather(rank, group, unit)
-
-
-def no_watch_runs() -> bool:
-    return not any("fullshard order" in thread.name for thread in threading.enumerate())
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("odd", "told"),
-    [
-        (["", "b"], "position 1 (from 0): 'a' on ranks 0-2; 'b' on rank 3"),
-        (["", "a"], "position 2 (from 0): 'b' on ranks 0-2; no unit (its forward had ended) on rank 3"),
-    ],
-    ids=["skipped", "shorter"],
-)
-def test_stall_is_explained_and_ended(rank: Rank, odd: Sequence[str], told: str) -> None:
-    """Ranks that wait for each other in different units all get the same error, long before the group's timeout."""
-    group, last = new_group(), rank.world_size - 1
-    with pytest.raises(FullshardError) as caught:
-        run_watched(rank, group, odd if rank.rank == last else ["", "a", "b"])
-    assert told in str(caught.value)
-    assert no_watch_runs()
-    dist.barrier()  # the world is untouched
-
-
-@on_ranks(2)
-def test_slow_rank_is_left_alone(rank: Rank) -> None:
-    """A rank that waits for a slow one goes on waiting, and the forward succeeds."""
-    group = new_group()
-    run_watched(rank, group, ["", "a", "b"], slow="a")
-    assert no_watch_runs()
-
-
-@on_ranks(2)
-def test_failure_of_an_earlier_forward_is_not_reported(rank: Rank) -> None:
-    """Watchdogs of one group have separate keys; other failures stay what they are."""
-    group = new_group()
-    watch = OrderWatchdog(group)
-    watch.rendezvous.propose("of an earlier forward")
-    watch.finished()
-    dist.barrier()
-    with pytest.raises(RuntimeError, match="of the user") as caught, compare_order([group]):
-        raise RuntimeError("of the user")
-    assert not isinstance(caught.value, FullshardError)
-
-
-def fail_with(rank: Rank, error: Exception) -> None:
-    """A forward that fails after rank 0 has published a failure."""
-    with compare_order([rank.group]) as watch:
-        assert no_watch_runs()
-        if rank.rank == 0:
-            watch.rendezvous.propose("they differ")
-        dist.barrier()
-        raise error
-
-
-@on_ranks(2)
-def test_closed_connection_is_explained(rank: Rank) -> None:
-    """A rank whose connection another one has closed finds the failure in the store, without a thread of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TIMEOUT_VARIABLE, "0")
-        with pytest.raises(FullshardError, match="they differ") as caught:
-            fail_with(rank, RuntimeError("Connection closed by peer"))
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises(FullshardError, match="they differ"), compare_order([rank.group]) as watch:
-            watch.failure = "they differ"  # by the thread; broken collectives may go unnoticed over NCCL
-        with pytest.raises(FullshardError, match="its own"):
-            fail_with(rank, FullshardError("its own"))
-
-
-@on_ranks(2)
-def test_timeout_setting(rank: Rank) -> None:
-    """The environment says when a rank is stalled; 0 is never; what is no number is refused."""
-    with pytest.MonkeyPatch.context() as patch:
-        for text in ("0", "2.5"):
-            patch.setenv(TIMEOUT_VARIABLE, text)
-            watch = OrderWatchdog(rank.group)
-            assert watch.after_s == float(text) and no_watch_runs() == (text == "0")
-            watch.finished()
-            assert no_watch_runs()
-        for text in ("soon", "-1", "nan"):
-            patch.setenv(TIMEOUT_VARIABLE, text)
-            with pytest.raises(ValueError, match=f"{TIMEOUT_VARIABLE}.*{text}"):
-                OrderWatchdog(rank.group)
+# -------------------------------------------------------------------- models
 
 
 class Blocks(nn.Module):
@@ -233,24 +105,13 @@ class Blocks(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("odd", "told"),
-    [
-        ([3, 1, 0, 2], "position 1 (from 0): 'blocks.0' on rank 0; 'blocks.3' on rank 1"),
-        ([0, 2, 1, 3], "position 2 (from 0): 'blocks.1' on rank 0; 'blocks.2' on rank 1"),
-    ],
-    ids=["stalls", "does not stall"],
-)
-def test_stall_of_a_sharded_model(rank: Rank, odd: Sequence[int], told: str) -> None:
-    """What the engine waits for is broken off: both ranks name the units, whether or not they come to the end."""
-    with tiny_units(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TIMEOUT_VARIABLE, str(SOON))
-        model = Blocks(odd if rank.rank else range(4))
-        model = FullyShardedDataParallel(model, new_group(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        with pytest.raises(FullshardError) as caught:
-            model(torch.ones(2, 8))
-    assert told in str(caught.value)
-    assert no_watch_runs()
+def test_order_of_a_sharded_model(rank: Rank) -> None:
+    """Both ranks name the first units that differ, at the end of the first forward."""
+    order = [0, 2, 1, 3] if rank.rank else range(4)
+    model = FullyShardedDataParallel(Blocks(order), dist.new_group(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    told = re.escape("position 2 (from 0): 'blocks.1' on rank 0; 'blocks.2' on rank 1")
+    with pytest.raises(FullshardError, match=told):
+        model(torch.ones(2, 8))
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fullshard.layout import PerParameterLayout, Route
 from fullshard.layout.per_parameter import LAYOUTS_KEPT
 from fullshard.memory import Work
+from fullshard.progress import PROGRESS, LaunchLog
 
 __all__ = [
     "Collective",
@@ -259,10 +260,12 @@ class Transport:
     reduce_group: dist.ProcessGroup  # communicator of reduce_scatter(); ``group`` itself unless they are separate
     rank: int
     world_size: int
+    log: LaunchLog | None = None  # of the group
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = self.reduce_group = group
         self.rank, self.world_size = group.rank(), group.size()
+        self.log = PROGRESS.log_of(group)
 
     def all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         """Start to fill every operand's unsharded tensor with all ranks' shards, of any dtype.
@@ -356,6 +359,8 @@ class Transport:
 
     def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
         launch = next(_launches)
+        if self.log is not None:
+            PROGRESS.launch(self.log, kind, [request.unit for request in requests])
         if not _observers:
             return
         for unit, operands, _ in requests:

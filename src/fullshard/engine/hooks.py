@@ -257,14 +257,15 @@ class BackwardPass:
 
     Args:
         end: Called at the end of the pass.
+        failed: Called if the pass raises before that.
     """
 
     creates_graph: bool  # of the gradients, through which another pass may go
     _alive: weakref.ref[_EndOfPass]
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
         self.creates_graph = torch.is_grad_enabled()
-        callback = _EndOfPass(end)
+        callback = _EndOfPass(end, failed)
         self._alive = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
 
@@ -275,10 +276,15 @@ class BackwardPass:
 
 
 class _EndOfPass:
-    __slots__ = ("__weakref__", "_end")
+    __slots__ = ("__weakref__", "_called", "_end", "_failed")
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._end, self._failed, self._called = end, failed, False
 
     def __call__(self) -> None:
+        self._called = True
         self._end()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._failed()

@@ -10,9 +10,10 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
-from fullshard.engine.runtime import runtime_of
+from fullshard.engine.runtime import each_runtime, runtime_of
 from fullshard.engine.states import InnerBackward
 from fullshard.engine.unit import Unit
+from fullshard.progress import PROGRESS
 
 __all__ = ["managed_parameters", "unshards_by_itself", "watch_optimizers"]
 
@@ -53,12 +54,21 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """
     if optimizer in unshards_by_itself:
         unshards_by_itself.discard(optimizer)
+        _count(_units_of(optimizer))
         return
-    for unit in _units_of(optimizer):
+    units = _units_of(optimizer)
+    _count(units)
+    for unit in units:
         unit.mark_out_of_date()
         if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
             unit.reshard()
             runtime_of(unit).unshard(unit)
+
+
+def _count(units: list[Unit]) -> None:
+    for runtime in each_runtime(units):
+        runtime.steps.optimizer_stepped()
+        PROGRESS.leave("optimizer step")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ prefetched; their reductions wait for the next unit's and are issued with it. So
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import dropwhile, islice
 
 from fullshard.engine.states import ParameterState
@@ -46,7 +46,6 @@ class ExecutionOrder:
         guess: The order to use in the first.
     """
 
-    on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
     compared: list[str] | None  # names of the units in the first forward, which all ranks ran
     change_warned: bool  # the user was warned of another order
     changed: bool  # the last forward ran other units than the one before
@@ -55,18 +54,13 @@ class ExecutionOrder:
     _position: int  # of that forward in the known order
 
     def __init__(self, guess: list[_UnitRef]) -> None:
-        self.on_start = self.compared = None
+        self.compared = None
         self.changed = self.change_warned = False
         self._known, self._recorded, self._position = list(guess), [], 0
 
     def begin(self) -> None:
         """Begin to record a forward."""
         self._recorded, self._position = [], 0
-
-    def enter(self, unit: Unit) -> None:
-        """Call ``on_start``: a forward of ``unit`` begins."""
-        if self.on_start is not None:
-            self.on_start(unit.name)
 
     def record(self, unit: Unit) -> None:
         """Append ``unit`` to the recorded order."""

@@ -44,6 +44,8 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event, input_on
 from fullshard.profiling import profiled
+from fullshard.progress import PROGRESS, StepCount
+from fullshard.ranks.watchdog import watch
 
 __all__ = ["Runtime", "each_runtime", "ensure_idle", "runtime_of", "take_parameters"]
 
@@ -57,6 +59,7 @@ class Runtime:
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
     overlap: OptimizerOverlap
     activations: OffloadedForwards
+    steps: StepCount
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
@@ -72,7 +75,7 @@ class Runtime:
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
         self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
         self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
-        self.activations = OffloadedForwards(self._units)
+        self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self._backward, self._graphs, self._unshard_after = None, [], None
 
@@ -86,11 +89,12 @@ class Runtime:
         """
         unit.check_not_summoned("run")
         self._enter_forward(unit)
+        PROGRESS.enter("forward", unit.name)
         unit.open_forward()
         self._open_forwards += 1
         try:
             if not hooks.in_backward():
-                self.prefetcher.order.enter(unit)
+                PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 self._reshard_if_left_over(unit)
                 unit.enter_phase(Phase.FORWARD)
@@ -130,6 +134,7 @@ class Runtime:
     def abort_forward(self, unit: Unit) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
         forward = unit.open_forwards.pop()
+        PROGRESS.failed(f"forward of {unit.described}")
         try:
             self.activations.end(forward, failed=True)
             if not unit.open_forwards:
@@ -147,6 +152,7 @@ class Runtime:
         if self.has_failed:
             self.recover()
         if self._open_forwards == 0 and not hooks.in_backward():
+            PROGRESS.begin_forward(self.steps)
             self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
@@ -186,12 +192,14 @@ class Runtime:
         if self._open_forwards or hooks.in_backward():
             return
         if failed:
+            self.steps.forward_failed()
             self._forget_forwards()
             for unit in self.units():
                 unit.modules_run.clear()
                 if unit.is_unsharded:
                     unit.free_after_failure()
             return
+        PROGRESS.leave("forward")
         if output is not None:
             self._reads.check(output)
         for registered in self._reads.end_forward():
@@ -325,6 +333,7 @@ class Runtime:
         """
         unit.check_not_summoned("run backward")
         self._begin_pass()
+        PROGRESS.enter("backward", unit.name)
         if graph is not None and graph.read:
             self._unshard_read(graph)
         if unit.phase.is_backward:
@@ -349,11 +358,13 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """After autograd is through: reduce what is left, wait for the gradients, and return to idle."""
+        PROGRESS.enter("the end of backward", None)
         try:
             self._finish_backward()
         except BaseException:  # of a user's hook on gradients, or of a collective
             self.recover()
             raise
+        PROGRESS.leave("backward")
 
     def _finish_backward(self) -> None:
         left = self._left_without_backward()
@@ -415,7 +426,8 @@ class Runtime:
             self.recover()  # an earlier pass raised, and no forward has come since
         self.finish_deferred_reductions()
         self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
-        self._backward = hooks.BackwardPass(self.finish_backward)
+        PROGRESS.steps = self.steps
+        self._backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
 
     def _unshard_read(self, graph: ForwardGraph) -> None:
         """Unshard what autograd nodes without hooks may read, see [Note: Unsharded until the forward ends]."""
@@ -636,6 +648,7 @@ class Runtime:
                 unit.refresh()
         check_owned(units)
         _check_materialized(units)
+        watch()
         runtime = cls(units)
         for unit in units:
             unit.runtime = runtime
@@ -680,6 +693,10 @@ class _BackwardOf:
     def post_backward(self) -> None:
         if self.unit.phase is Phase.BACKWARD:  # in a double backward only the end of the pass tells
             runtime_of(self.unit).post_backward(self.unit)
+
+
+def _backward_raised() -> None:
+    PROGRESS.failed("backward")
 
 
 def _gradient_accumulated(parameter: ShardedParameter) -> None:

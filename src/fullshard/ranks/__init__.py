@@ -2,7 +2,9 @@
 
 - ``agreement.py``  comparison of values, and errors that all ranks raise: collectives of a few bytes
 - ``barrier.py``    a barrier that names missing ranks, for saving and loading
-- ``order.py``      a check that all ranks run their units in the same order, and a watchdog for hangs
+- ``order.py``      a comparison of the order in which ranks run their units
+- ``watchdog.py``   a thread that finds out why ranks are stuck, and ends it on all of them
+- ``verdict.py``    why ranks are stuck, from the reports of all of them
 - ``store.py``      the key-value store that barrier and watchdog use, because it works while collectives hang
 - ``groups.py``     process groups of meshes, and one for coordination
 """

@@ -25,13 +25,9 @@ def checked_execution_order(runtime: Runtime) -> Iterator[None]:
     if not groups:
         yield
     elif order.compared is None:
-        try:
-            with compare_order(groups) as watch:
-                order.on_start = watch.started
-                yield
-        finally:
-            order.on_start = None
-        order.compared = list(watch.order[:-1])
+        yield
+        compare_order(order.names(), groups)
+        order.compared = order.names()
     else:
         yield
         if order.changed and not order.change_warned and order.names() != order.compared:

@@ -1,0 +1,171 @@
+"""What this process is doing: its step, its phase, and the collectives that it has launched. The watchdog compares it.
+
+The engine writes it on the training thread, in every step and without communication; ``fullshard.ranks.watchdog``
+reads it on its own thread when ranks are stuck.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fullshard.errors import FullshardError
+
+__all__ = ["PROGRESS", "Launch", "LaunchLog", "Progress", "StepCount"]
+
+LAUNCHES_KEPT = 256  # of each group
+SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
+
+_Launch = tuple[str, tuple[str, ...], int, int]
+
+
+class Launch(NamedTuple):
+    """Collectives of one group that were issued together.
+
+    Attributes:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        units: Names of the units, ``""`` for the root.
+        step: Optimizer steps before it.
+        microbatch: Forwards of the root before it in that step, from 0.
+    """
+
+    kind: str
+    units: tuple[str, ...]
+    step: int
+    microbatch: int
+
+
+class LaunchLog:
+    """The launches of one process group, in their order, which has to be the same on all its ranks."""
+
+    group: weakref.ref[Any]
+    count: int  # of launches so far
+    digest: int  # of all of them
+    snapshots: deque[tuple[int, int]]  # counts and digests: ranks compare those that both have
+    _recent: deque[_Launch]
+    _codes: dict[tuple[str, tuple[str, ...]], bytes]
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.count, self.digest = weakref.ref(group), 0, 0
+        self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
+        self._codes = {}
+
+    def add(self, kind: str, units: tuple[str, ...], step: int, microbatch: int) -> None:
+        """Append a launch."""
+        code = self._codes.get((kind, units))
+        if code is None:
+            code = self._codes[kind, units] = repr((kind, units)).encode()
+        self._recent.append((kind, units, step, microbatch))
+        self.digest = zlib.crc32(code, self.digest ^ (step << 8) ^ microbatch)
+        self.count += 1
+        if not self.count % SNAPSHOT_EVERY:
+            self.snapshots.append((self.count, self.digest))
+
+    def recent(self) -> tuple[int, list[Launch]]:
+        """Return the number of the first launch that is still known, and those from it on. Called by other threads."""
+        while True:
+            count, launches = self.count, list(self._recent)
+            if self.count == count:
+                return count - len(launches), [Launch(*each) for each in launches]
+
+
+class StepCount:
+    """Counts the steps of one root, and the microbatches of each step."""
+
+    __slots__ = ("_stepped", "microbatch", "step")
+
+    step: int  # optimizer steps before the last forward; several between two forwards count as one
+    microbatch: int  # number of the last forward in that step, from 0
+    _stepped: bool
+
+    def __init__(self) -> None:
+        self.step, self.microbatch, self._stepped = 0, -1, False
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins."""
+        if self._stepped:
+            self.step, self.microbatch, self._stepped = self.step + 1, -1, False
+        self.microbatch += 1
+
+    def forward_failed(self) -> None:
+        """That forward raised: it does not count."""
+        self.microbatch -= 1
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer of its parameters has stepped."""
+        self._stepped = True
+
+
+class Progress:
+    """What this process is doing. Written by the training thread alone."""
+
+    steps: StepCount  # of the root that runs, or ran last
+    phase: str  # "forward", "backward", ...
+    unit: str | None  # that it is in, "" for the root; None: no unit's
+    order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
+    raised: str | None  # the exception that ended a forward or a backward; None: none since the last forward began
+    failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
+    watchdog: Any  # knows why collectives fail; opaque here
+    waiting: float | None  # since when the host waits for collectives, in monotonic seconds
+    _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
+
+    def __init__(self) -> None:
+        self._logs = weakref.WeakKeyDictionary()
+        self.watchdog, self.steps = None, StepCount()
+        self.phase, self.unit, self.order = "user code", None, []
+        self.raised = self.failure = self.waiting = None
+
+    # ---------------------------------------------------------------- phases
+
+    def begin_forward(self, steps: StepCount) -> None:
+        """The outermost forward of a root begins, whose steps are counted by ``steps``."""
+        self.steps, self.raised, self.order = steps, None, []
+        steps.begin_forward()
+
+    def enter(self, phase: str, unit: str | None) -> None:
+        """A phase of a unit begins."""
+        self.phase, self.unit = phase, unit
+
+    def leave(self, phase: str) -> None:
+        """A phase of the whole model has ended."""
+        self.phase, self.unit = f"user code after the {phase}", None
+
+    def failed(self, where: str) -> None:
+        """An exception ended a forward or a backward; the first one counts until the next forward."""
+        if self.raised is None:
+            error = sys.exc_info()[1]
+            self.raised = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
+
+    # ---------------------------------------------------------------- collectives
+
+    def log_of(self, group: Any) -> LaunchLog:
+        """Return the log of a process group."""
+        log = self._logs.get(group)
+        if log is None:
+            log = self._logs[group] = LaunchLog(group)
+        return log
+
+    def logs(self) -> list[LaunchLog]:
+        """Return the logs of all process groups that exist."""
+        return list(self._logs.values())
+
+    def launch(self, log: LaunchLog, kind: str, units: Iterable[str]) -> None:
+        """Note a launch, before it is issued.
+
+        Raises:
+            FullshardError: If the watchdog has found that ranks cannot go on.
+        """
+        if self.failure is not None:
+            raise FullshardError(self.failure)
+        log.add(kind, tuple(units), self.steps.step, max(self.steps.microbatch, 0))
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Return the error to raise for one of collectives: what the watchdog knows about its cause, or ``error``."""
+        return error if self.watchdog is None else self.watchdog.explained(error)
+
+
+PROGRESS = Progress()

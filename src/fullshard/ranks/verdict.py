@@ -1,0 +1,244 @@
+"""Why ranks are stuck, from the reports of all of them. Pure functions, without communication.
+
+[Note: Why ranks are stuck]
+All ranks of a process group have to launch the same collectives in the same order. Ranks that wait for a collective
+are stuck for one of these reasons, which are looked for in this order:
+
+- ``differ``: the launches of a group differ at a number that two ranks have come to. They will never match.
+- ``raised``, ``exited``: a rank has left its forward or backward by an exception, or its process has ended.
+- ``lost``: the process of a rank does not answer any more.
+- ``broken``: collectives failed although all processes are alive, as if the network had failed.
+- ``deadlock``: no rank computes. Some wait in collectives of fullshard, the others in collectives of the user.
+- ``slow``: a rank computes, and others wait for it. This is the only one after which training may go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fullshard.progress import Launch
+from fullshard.ranks.agreement import list_ranks, list_values
+from fullshard.ranks.order import first_difference
+
+__all__ = ["GroupReport", "Report", "Verdict", "judge"]
+
+_UNITS_SHOWN = 3
+
+_SAME_ORDER = (
+    "All ranks have to run the same modules in the same order, with the same number of microbatches in each step. Look "
+    "for control flow that depends on the rank or on its data, and for data loaders of different lengths; call modules "
+    "that a rank does not need with an input of zeros, and add their outputs to the loss"
+)
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """The last launches of one process group on one rank."""
+
+    ranks: Sequence[int]  # global ranks of the group
+    first: int  # number of the first launch below
+    launches: Sequence[Launch]
+
+    @property
+    def count(self) -> int:
+        """Number of launches so far."""
+        return self.first + len(self.launches)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank is doing.
+
+    Args:
+        state: ``"waits"`` (for collectives of fullshard), ``"runs"``, ``"raised"``, ``"broken"`` (a collective
+            failed), or ``"exited"``.
+        place: Such as "the backward of unit 'layers.3' (step 12, microbatch 0)".
+        seconds: Since when it has been there.
+        foreign: The collective that is not fullshard's in which it waits, as "all_reduce, called at train.py:33".
+        error: The exception that it raised.
+        order: Units whose forward has begun, in the last forward of the root.
+        groups: Launches by name of the group.
+    """
+
+    state: str
+    place: str
+    seconds: float = 0.0
+    foreign: str | None = None
+    error: str | None = None
+    order: Sequence[str] = ()
+    groups: Mapping[str, GroupReport] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Report:
+        """Return the report that ``to_json`` was called on."""
+        groups = {
+            name: GroupReport(each["ranks"], each["first"], [_launch(launch) for launch in each["launches"]])
+            for name, each in value["groups"].items()
+        }
+        return cls(**{**value, "groups": groups})
+
+    @property
+    def doing(self) -> str:
+        """What it does, for errors."""
+        if self.state == "waits":
+            return f"waits for a collective in {self.place}"
+        if self.state == "broken":
+            return f"had a collective fail in {self.place} ({self.error})"
+        if self.state == "raised":
+            return f"raised an exception ({self.error}); it is in {self.place}"
+        if self.state == "exited":
+            return f"has ended ({self.error or 'without an exception'}); it was in {self.place}"
+        if self.foreign is not None:
+            return f"waits in {self.foreign}, in {self.place}"
+        return f"computes in {self.place}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why ranks are stuck.
+
+    Args:
+        kind: One of [Note: Why ranks are stuck].
+        message: For users.
+        culprits: The ranks that others wait for, as far as known.
+    """
+
+    kind: str
+    message: str
+    culprits: Sequence[int] = ()
+
+    @property
+    def is_final(self) -> bool:
+        """True if ranks cannot go on."""
+        return self.kind != "slow"
+
+
+def judge(
+    reports: Mapping[int, Report],
+    lost: Mapping[int, str],
+    silent: Collection[int] = (),
+    *,
+    world_size: int,
+    digests_differ: bool = False,
+) -> Verdict | None:
+    """Return why ranks are stuck.
+
+    Args:
+        reports: By global rank, of those that have answered.
+        lost: Ranks that do not answer any more, and the place where they were last; empty if it is not known.
+        silent: Ranks that may answer yet.
+        world_size: Ranks of the job. A rank may wait for one that uses no fullshard, about which nothing is known.
+        digests_differ: Digests of launches differ, whether or not a rank is stuck.
+
+    Returns:
+        The reason; None if it is not known yet, or if nobody is stuck.
+    """
+    stuck = [rank for rank, report in reports.items() if report.state in ("waits", "broken")]
+    if not stuck and not digests_differ:
+        return None
+    waiting = f"{list_ranks(stuck)} wait{'s' * (len(stuck) == 1)}"
+    doing = {rank: report.doing for rank, report in reports.items()}
+    for rank, place in lost.items():
+        doing[rank] = f"does not answer; it was in {place}" if place else "does not answer"
+    now = f"Now: {list_values(dict(sorted(doing.items())))}."
+    if (difference := _difference(reports)) is not None:
+        culprits, told = difference
+        message = (
+            f"the ranks launch different collectives, which never match: {told}.{_order(reports)} {now} {_SAME_ORDER}"
+        )
+        return Verdict("differ", message, culprits)
+    if digests_differ and not silent:
+        return Verdict("differ", f"the ranks have launched different collectives. {now} {_SAME_ORDER}")
+    ended = [rank for rank, report in reports.items() if report.state in ("raised", "exited")]
+    if ended:
+        told = list_values({rank: reports[rank].doing for rank in ended})
+        message = (
+            f"{waiting} for a rank that will not come: {told}. {now} Look for the error in the output of that rank; an "
+            "exception that is handled has to be handled on all ranks"
+        )
+        return Verdict(reports[ended[0]].state, message, ended)
+    if lost:
+        are = "is" if len(lost) == 1 else "are"
+        message = (
+            f"{list_ranks(list(lost))} {are} lost: the process has ended, hangs, or cannot be reached. {now} Look at "
+            "the output and the machine of that rank: memory, signals, the network"
+        )
+        return Verdict("lost", message, list(lost))
+    if silent:
+        return None
+    late = _late(reports)
+    running = [rank for rank, report in reports.items() if report.state == "runs" and report.foreign is None]
+    if len(reports) < world_size:
+        running += [rank for rank, report in reports.items() if report.foreign is not None]
+    if running:
+        slow = [rank for rank in late if rank in running] or running
+        told = list_values({rank: f"{reports[rank].doing}, for {reports[rank].seconds:.0f} s" for rank in slow})
+        return Verdict("slow", f"{waiting} for slow ranks: {told}. Training goes on when they are through", slow)
+    if any(report.state == "broken" for report in reports.values()):
+        message = f"collectives failed although all ranks answer: the network between them may have failed. {now}"
+        return Verdict("broken", message)
+    if late or any(report.foreign is not None for report in reports.values()):
+        return Verdict("deadlock", f"all ranks wait, and none computes.{_order(reports)} {now} {_SAME_ORDER}", late)
+    return None  # all wait for the same collective: the network is slow
+
+
+def _launch(value: Sequence[Any]) -> Launch:
+    kind, units, step, microbatch = value
+    return Launch(kind, tuple(units), step, microbatch)
+
+
+def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
+    """Return ranks with another launch than most have at the same number of a group, and the first such number."""
+    for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
+        own = {rank: report.groups[name] for rank, report in reports.items() if name in report.groups}
+        first = max(group.first for group in own.values())
+        for number in range(first, max(group.count for group in own.values())):
+            here = {r: group.launches[number - group.first] for r, group in own.items() if number < group.count}
+            if len(here) < 2:
+                break
+            if len(set(here.values())) > 1:
+                launches = [*here.values()]
+                usual = max(set(launches), key=lambda launch: (launches.count(launch), launch == launches[0]))
+                odd = [rank for rank, launch in here.items() if launch != usual]
+                told = list_values(dict(zip(here, _describe(launches), strict=True)))
+                return odd, f"collective {number} (from 0) of a process group is {told}"
+    return None
+
+
+def _order(reports: Mapping[int, Report]) -> str:
+    """Return a sentence about a difference between the units that ran in the last forward, if there is one."""
+    difference = first_difference({rank: report.order for rank, report in reports.items()})
+    return "" if difference is None else f" Their last forwards ran different units {difference}."
+
+
+def _describe(launches: Sequence[Launch]) -> list[str]:
+    """Describe launches so that it is seen where they differ: after the units with which all of them begin."""
+    alike = len({launch._replace(units=()) for launch in launches}) == 1
+    common = 0
+    while alike and len({launch.units[: common + 1] for launch in launches}) == 1:
+        common += 1  # ends: the units differ
+    return [_describe_one(launch, common) for launch in launches]
+
+
+def _describe_one(launch: Launch, first: int) -> str:
+    units = [repr(unit) if unit else "the root" for unit in launch.units]
+    shown = units[first : first + _UNITS_SHOWN] or ["no more units"]
+    more = len(units) - first - len(shown)
+    names = ("... " if first else "") + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return f"{launch.kind.replace('_', '-')} of {names} (step {launch.step}, microbatch {launch.microbatch})"
+
+
+def _late(reports: Mapping[int, Report]) -> list[int]:
+    """Return the ranks that have launched fewer collectives of a group than others."""
+    late: dict[int, None] = {}
+    for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
+        counts = {rank: report.groups[name].count for rank, report in reports.items() if name in report.groups}
+        most = max(counts.values())
+        late |= dict.fromkeys(rank for rank, count in counts.items() if count < most)
+    return list(late)

@@ -1,0 +1,291 @@
+"""Ranks that are stuck, or out of step, all get the same error, which names ranks, units, phases and steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import FullshardError, FullyShardedDataParallel, fully_shard
+from fullshard.progress import PROGRESS, Launch
+from fullshard.ranks import watchdog
+from fullshard.ranks.verdict import GroupReport, Report, judge
+from fullshard.wrap import ModuleWrapPolicy
+from models import tiny_units
+from ranks import Rank, RankPool, on_ranks
+
+STUCK_S, LOST_S = 0.8, 3.0
+ODD = 2  # the rank that does something else, in step 1
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A layer that first does what a test asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.before: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before is not None:
+            self.before()
+        return x + torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks in a given order; the output of one may be kept out of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.order, self.without_gradient, self.steps_done = [0, 1, 2, 3], -1, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            y = self.blocks[index](x)
+            x = x + y.detach() if index == self.without_gradient else y
+        return x
+
+
+def fail() -> None:
+    raise ValueError("a bad batch")
+
+
+def end(signal_number: int) -> None:
+    os.kill(os.getpid(), signal_number)
+    time.sleep(30)
+
+
+def train(rank: Rank, front_end: str, scenario: str) -> str:
+    """Three steps of two microbatches; returns the error and how long it took."""
+    warned: list[str] = []
+    logging.getLogger(watchdog.__name__).addFilter(lambda record: warned.append(record.getMessage()) is None)
+    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = str(STUCK_S), str(LOST_S)
+    torch.manual_seed(0)
+    net = Net()
+    blocks = list(net.blocks)
+    with tiny_units():
+        if front_end == "composable":
+            for block in net.blocks:
+                fully_shard(block)
+            model: nn.Module = fully_shard(net)
+        else:
+            model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        since = time.monotonic()
+        try:
+            for step in range(2 if scenario == "fewer steps" and rank.rank == ODD else 3):
+                since = time.monotonic()
+                if rank.rank == ODD and step == (0 if scenario == "first order" else 1):
+                    prepare(scenario, net, blocks)
+                for microbatch in range(2):
+                    if scenario == "fewer microbatches" and rank.rank == ODD and step == 1 and microbatch == 1:
+                        continue
+                    loss = model(torch.ones(2, WIDTH)).square().mean()
+                    if scenario == "raises between" and rank.rank == ODD and step == 1:
+                        fail()
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                blocks[1].before = None
+        except FullshardError as error:
+            return f"{time.monotonic() - since:.1f} {error}"
+        except ValueError as error:
+            if scenario == "raises between":  # and nobody handles it
+                sys.last_value = error
+                PROGRESS.watchdog._exit()
+            time.sleep(4 * STUCK_S)
+            return "handled"
+    if scenario == "fewer steps":
+        PROGRESS.watchdog._exit()  # this process is through
+    return "\n".join(["trained", *warned])
+
+
+def prepare(scenario: str, net: Net, blocks: list[Any]) -> None:
+    """Have this rank do something else."""
+    if scenario in ("first order", "order"):
+        net.order = [0, 2, 1, 3]
+    elif scenario == "skipped":
+        net.order = [0, 1, 3]
+    elif scenario == "not in the loss":
+        net.without_gradient = 1
+    elif scenario == "forward raises":
+        blocks[1].before = fail
+    elif scenario == "backward raises":
+        blocks[1].register_full_backward_hook(lambda *_: fail())
+    elif scenario == "killed":
+        blocks[1].before = lambda: end(signal.SIGKILL)
+    elif scenario == "stopped":
+        blocks[1].before = lambda: end(signal.SIGSTOP)
+    elif scenario == "slow":
+        blocks[1].before = lambda: time.sleep(4 * STUCK_S)
+    elif scenario == "other collective":
+        dist.all_reduce(torch.ones(1))
+
+
+# What the error says. In a first forward, the wrapper says it in words of its own.
+SCENARIOS = {
+    "first order": ["'blocks.1' on ranks 0, 1, 3", "'blocks.2' on rank 2"],
+    "order": [
+        "(step 1, microbatch 0) on ranks 0, 1, 3",
+        "all-gather of 'blocks.1' (step 1, microbatch 0) on rank 2",
+        "different units at position 2 (from 0): 'blocks.1' on ranks 0, 1, 3; 'blocks.2' on rank 2",
+    ],
+    "skipped": ["position 3 (from 0): 'blocks.2' on ranks 0, 1, 3; 'blocks.3' on rank 2", "step 1, microbatch 0"],
+    "not in the loss": ["of 'blocks.1' (step 1, microbatch 0) on ranks 0, 1, 3", "waits for a collective in the"],
+    "fewer microbatches": ["step 1, microbatch 1) on ranks 0, 1, 3", "step 2, microbatch 0) on rank 2"],
+    "fewer steps": ["has ended (without an exception)", "on rank 2", "waits for a collective in the forward of"],
+    "forward raises": ["forward of 'blocks.1': ValueError: a bad batch", "step 1, microbatch 0) on rank 2"],
+    "backward raises": ["raised an exception (backward)", "step 1, microbatch 0) on rank 2"],
+    "raises between": [
+        "has ended (ValueError: a bad batch)",
+        "user code after the forward (step 1, microbatch 0) on rank 2",
+    ],
+    "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "does not answer on rank 2"],
+    "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "does not answer on rank 2"],
+    "other collective": [
+        "waits in all_reduce, called at test_watchdog.py:",
+        "user code after the optimizer step",
+        "on rank 2",
+    ],
+}
+
+
+@pytest.mark.parametrize("front_end", ["composable", "wrapper"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_rank_says_what_happened(ranks: RankPool, scenario: str, front_end: str) -> None:
+    """All ranks that can raise the same error, far sooner than the 30 s of the back end."""
+    limit = 10 if scenario == "stopped" else 25
+    outcomes = ranks(4, train, front_end, scenario, fresh=True, expect_failure=True, timeout=limit)
+    told = []
+    for outcome in outcomes:
+        if outcome.rank != ODD:
+            assert outcome.kind == "returned", outcome
+            seconds, error = outcome.value.split(" ", 1)
+            assert float(seconds) < 15
+            told.append(error)
+    assert len(set(told)) == 1
+    for words in SCENARIOS[scenario]:
+        assert words in told[0], told[0]
+
+
+@pytest.mark.parametrize("front_end", ["composable", "wrapper"])
+def test_training_goes_on_after_a_slow_rank(ranks: RankPool, front_end: str) -> None:
+    """It is reported, once."""
+    outcomes = ranks(4, train, front_end, "slow", fresh=True, expect_failure=True)
+    written = "\n".join(outcome.value for outcome in outcomes).split("\n")
+    warned = [line for line in written if line != "trained"]
+    assert len(written) == 4 + len(warned)
+    assert 1 <= len(warned) <= 3  # at most once by a rank that waits
+    for line in warned:
+        assert "wait for slow ranks: computes in the forward of 'blocks.1' (step 1, microbatch 0), for " in line
+        assert "on rank 2. Training goes on" in line
+
+
+def train_out_of_step(rank: Rank) -> str:
+    """Rank 2 leaves out one microbatch; collectives match by their sizes, and nobody is ever stuck."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_has_server", lambda store: True)
+        patch.setattr(watchdog, "_POLL_S", 0.1)
+        model = fully_shard(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        since = time.monotonic()
+        try:
+            while time.monotonic() - since < 15:
+                for microbatch in range(2):
+                    if model.steps_done != 1 or microbatch or rank.rank != ODD:
+                        model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                model.steps_done += 1
+        except FullshardError as error:
+            return str(error)
+    return "trained"
+
+
+def test_ranks_that_are_out_of_step(ranks: RankPool) -> None:
+    """They compute with parameters of different steps, which digests of their launches tell."""
+    told = ranks(4, train_out_of_step, fresh=True)
+    assert len(set(told)) == 1
+    assert "the ranks launch different collectives" in told[0]
+    assert re.search(
+        r"\(step \d+, microbatch \d\) on ranks 0, 1, 3; .* \(step \d+, microbatch \d\) on rank 2\.", told[0]
+    )
+
+
+# -------------------------------------------------------------------- reasons
+
+
+def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), **further: Any) -> Report:
+    """A rank that has launched all-gathers of ``units`` in turns."""
+    launches = [Launch("all_gather", (units[number % len(units)],), 0, 0) for number in range(count)]
+    return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches)}, **further)
+
+
+def test_reasons() -> None:
+    """One report decides; without a rank that waits, nothing is wrong."""
+    waits, ahead = report("waits", 5), report("waits", 7)
+    kinds = {
+        "differ": {0: waits, 1: waits, 2: report("waits", 5, units=("a", "c"))},
+        "raised": {0: waits, 1: waits, 2: report("raised", 4, error="an error")},
+        "exited": {0: waits, 1: waits, 2: report("exited", 4)},
+        "slow": {0: waits, 1: waits, 2: report("runs", 4)},
+        "broken": {0: waits, 1: waits, 2: report("broken", 5, error="closed")},
+        "deadlock": {0: waits, 1: ahead, 2: ahead},
+    }
+    for kind, reports in kinds.items():
+        verdict = judge(reports, {}, world_size=3)
+        assert verdict is not None and verdict.kind == kind
+        assert verdict.is_final == (kind != "slow")
+    assert judge({0: waits, 1: waits}, {2: "the forward"}, world_size=3).kind == "lost"  # type: ignore[union-attr]
+    assert judge({0: waits, 1: waits}, {}, [2], world_size=3) is None  # it may answer yet
+    assert judge({0: waits, 1: waits, 2: waits}, {}, world_size=3) is None  # the network is slow
+    assert judge({0: report("runs", 5), 1: report("runs", 7)}, {}, world_size=2) is None
+    foreign = report("runs", 5, foreign="all_reduce, called at train.py:3")
+    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
+    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
+    assert judge({0: foreign, 1: foreign}, {}, world_size=2, digests_differ=True).kind == "differ"  # type: ignore[union-attr]
+
+
+def test_reports_survive_the_store() -> None:
+    """As JSON, with lists for tuples."""
+    first = report("waits", 3, order=["", "a"])
+    assert Report.from_json(json.loads(json.dumps(first.to_json()))) == first
+
+
+def test_long_messages_show_where_launches_differ() -> None:
+    """After the units with which both begin."""
+    common = tuple(f"blocks.{index}" for index in range(50))
+    reports = {
+        rank: Report("waits", "a place", groups={"0": GroupReport([0, 1], 7, [Launch("all_gather", units, 1, 2)])})
+        for rank, units in enumerate([(*common, "x", "y"), (*common, "y", *common)])
+    }
+    verdict = judge(reports, {}, world_size=2)
+    assert verdict is not None
+    assert (
+        "collective 7 (from 0) of a process group is all-gather of ... 'x', 'y' (step 1, microbatch 2) on rank 0; "
+        "all-gather of ... 'y', 'blocks.0', 'blocks.1' and 48 more (step 1, microbatch 2) on rank 1."
+    ) in verdict.message
+
+
+@on_ranks(2)
+def test_settings(rank: Rank) -> None:
+    """The watchdog can be switched off; what is no number is refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PROGRESS, "watchdog", None)
+        patch.setenv(watchdog.TIMEOUT_VARIABLE, "0")
+        watchdog.watch()
+        assert PROGRESS.watchdog is None
+        patch.setenv(watchdog.TIMEOUT_VARIABLE, "soon")
+        with pytest.raises(ValueError, match=r"FULLSHARD_WATCHDOG_S.*soon"):
+            watchdog.watch()
