@@ -24,17 +24,18 @@ LAYERS = [
     {"frontend"},
     {"activation_checkpoint", "comm_hooks"},
     {"wrap"},
-    {"checkpoint", "optim", "plan", "trace"},
+    {"checkpoint", "debug", "optim", "plan", "trace"},
     {"engine"},
     {"ranks"},
-    {"layout", "comm", "memory", "profiling", "allocator", "policy"},
+    {"layout", "comm", "memory", "profiling", "progress", "allocator", "policy"},
     {"errors", "version"},
 ]
 # The parts of the lowest layer are independent, but for this.
 BOTTOM = {
     "layout": {"errors"},
-    "comm": {"errors", "layout", "memory", "policy"},
-    "memory": {"errors", "policy"},
+    "comm": {"errors", "layout", "memory", "policy", "progress"},
+    "memory": {"errors", "policy", "progress"},
+    "progress": {"errors"},
     "allocator": set(),
     "profiling": set(),
     "policy": {"errors"},
@@ -73,9 +74,9 @@ STORAGE = {
     "torch.Stream",
     "torch.Event",
 }
-# Names -> files and folders that may use them. train is a user of the library: its hooks are its business.
+# Names -> files and folders that may use them. train and debug are users of the library, with hooks of their own.
 OWNERS = {
-    "hooks and autograd nodes": (HOOKS, {"engine/hooks.py"}, {"train"}),
+    "hooks and autograd nodes": (HOOKS, {"engine/hooks.py"}, {"train", "debug"}),
     "storage, streams and pinning": (STORAGE, {"memory.py"}, {"train"}),
 }
 

@@ -4,6 +4,7 @@ from . import activation_checkpoint as activation_checkpoint
 from . import checkpoint as checkpoint
 from . import comm as comm
 from . import comm_hooks as comm_hooks
+from . import debug as debug
 from . import dropin as dropin
 from . import errors as errors
 from . import optim as optim

@@ -142,6 +142,9 @@ class TrainingConfig(_Checked):
     activation_checkpointing: bool = option(
         False, "Recompute the activations of blocks in backward: less memory, a third more computation."
     )
+    debug: bool = option(
+        False, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import clip_grad_norm_, get_total_norm
+from fullshard.debug import find_nonfinite
 from fullshard.errors import NonFiniteError
 from fullshard.train.group import Group
 
@@ -18,6 +19,20 @@ SHOWN = 4  # ranks or names in an error
 
 class DivergedError(ArithmeticError):
     """A loss, gradient or weight is NaN or infinite. Raised on all ranks, with the step, the modules and the ranks."""
+
+
+@contextlib.contextmanager
+def find_origin(model: nn.Module, step: int) -> Iterator[None]:
+    """Stop at the first value in the `with` block that is not finite, wherever it is in a step.
+
+    Raises:
+        DivergedError: on all ranks, with the module or parameter, the rank and the phase.
+    """
+    try:
+        with find_nonfinite(model):
+            yield
+    except NonFiniteError as error:  # which counts its own steps
+        raise DivergedError(f"step {step}, {str(error).partition(', ')[2]}") from error
 
 
 def check_loss(model: nn.Module, inputs: Sequence[Tensor], losses: Sequence[float], step: int, group: Group) -> None:

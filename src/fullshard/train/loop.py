@@ -89,7 +89,9 @@ class Run:
         between = self.held_out(self.config.evaluation.eval_bytes // INTERMEDIATE_SHARE)
         try:
             while self.step < steps and not self.stop_code:
-                self._train_step(self.step + 1)
+                debug = self.config.training.debug
+                with finite.find_origin(self.model, self.step + 1) if debug else contextlib.nullcontext():
+                    self._train_step(self.step + 1)
                 if self.step == steps or self.step % self.config.evaluation.eval_every == 0:
                     self.evaluate("validation", between)
                 self.checkpoints.poll()
@@ -131,7 +133,8 @@ class Run:
             losses.append(loss.detach())
         everyone = self.group.gather((torch.stack(losses).sum().item(), self.stop.code))
         rank_losses, stop_codes = zip(*everyone, strict=True)
-        finite.check_loss(self.model, [t[:, :-1] for t in microbatches], rank_losses, step, self.group)
+        if not settings.debug:  # which finds it before, also in backward
+            finite.check_loss(self.model, [t[:, :-1] for t in microbatches], rank_losses, step, self.group)
         norm = finite.clip_gradients(self.model, settings.clip, step)
         self.optimizer.step()
         if self.footprints is None:
