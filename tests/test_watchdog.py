@@ -9,16 +9,20 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
 from fullshard import FullshardError, FullyShardedDataParallel, fully_shard
+from fullshard.cli import app
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
+from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
 from fullshard.ranks.verdict import GroupReport, Report, judge
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
@@ -67,10 +71,12 @@ def end(signal_number: int) -> None:
     time.sleep(30)
 
 
-def train(rank: Rank, front_end: str, scenario: str) -> str:
+def train(rank: Rank, front_end: str, scenario: str, folder: str = "") -> str:
     """Three steps of two microbatches; returns the error and how long it took."""
     warned: list[str] = []
     logging.getLogger(watchdog.__name__).addFilter(lambda record: warned.append(record.getMessage()) is None)
+    if folder:
+        os.environ[FOLDER_VARIABLE] = folder
     os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = str(STUCK_S), str(LOST_S)
     torch.manual_seed(0)
     net = Net()
@@ -164,10 +170,11 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("front_end", ["composable", "wrapper"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_rank_says_what_happened(ranks: RankPool, scenario: str, front_end: str) -> None:
-    """All ranks that can raise the same error, far sooner than the 30 s of the back end."""
+def test_every_rank_says_what_happened(ranks: RankPool, scenario: str, front_end: str, tmp_path: Path) -> None:
+    """All ranks that can raise the same error, far sooner than the back end, and write their last events."""
+    folder = tmp_path / "crash"
     limit = 10 if scenario == "stopped" else 25
-    outcomes = ranks(4, train, front_end, scenario, fresh=True, expect_failure=True, timeout=limit)
+    outcomes = ranks(4, train, front_end, scenario, str(folder), fresh=True, expect_failure=True, timeout=limit)
     told = []
     for outcome in outcomes:
         if outcome.rank != ODD:
@@ -178,6 +185,26 @@ def test_every_rank_says_what_happened(ranks: RankPool, scenario: str, front_end
     assert len(set(told)) == 1
     for words in SCENARIOS[scenario]:
         assert words in told[0], told[0]
+    if (scenario, front_end) != ("first order", "wrapper"):  # found in a comparison, when nobody was stuck
+        check_files(folder, scenario)
+
+
+def check_files(folder: Path, scenario: str) -> None:
+    """What the ranks have written says together what happened first."""
+    crashes = read_crashes(folder)
+    assert {0, 1, 3} <= crashes.keys()
+    for crash in crashes.values():
+        assert crash.events and crash.events[-1].step - crash.events[0].step < STEPS
+        assert [event.time for event in crash.events] == sorted(event.time for event in crash.events)
+    summary = summarize(crashes)
+    if scenario.endswith("raises"):
+        assert re.match(
+            r"First, at [\d:.]+, rank 2 raised an exception in the (forward of 'blocks.1'|backward)", summary
+        )
+        assert "(step 1, microbatch 0)" in summary.split(".")[1] + summary
+    elif scenario in ("killed", "stopped"):
+        assert summary.startswith("There is no file of rank 2: ")
+    assert "The last events of rank " in summary
 
 
 @pytest.mark.parametrize("front_end", ["composable", "wrapper"])
@@ -255,6 +282,16 @@ def test_reasons() -> None:
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
     assert judge({0: foreign, 1: foreign}, {}, world_size=2, digests_differ=True).kind == "differ"  # type: ignore[union-attr]
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    """It is named; a folder without files of a crash has none."""
+    assert read_crashes(tmp_path) == {}
+    (tmp_path / "rank0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"rank0\.json: expected what a rank writes after a crash"):
+        read_crashes(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 2 and "rank0.json" in result.output
 
 
 def test_reports_survive_the_store() -> None:

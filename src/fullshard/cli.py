@@ -147,7 +147,9 @@ def generate(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint, or a folder with files of a crash.")
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Read all data and verify its checksums.")] = False,
     diff: Annotated[
         str | None,
@@ -164,10 +166,20 @@ def inspect(
 
     Reads checkpoints of fullshard and of torch.distributed.checkpoint. No code from the checkpoint is run.
 
+    For a folder that ranks have written to after a crash: say what happened first.
+
     Exit code: 0 for success, 1 if problems or differences were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
+    from fullshard.ranks.crash import read_crashes, summarize
 
+    try:
+        crashes = read_crashes(Path(checkpoint))
+    except ValueError as error:
+        _fail(str(error), "inspect")
+    if crashes:
+        typer.echo(summarize(crashes))
+        return
     raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
 
 

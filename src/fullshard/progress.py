@@ -7,6 +7,7 @@ reads it on its own thread when ranks are stuck.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 import zlib
 from collections import deque
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 
 from fullshard.errors import FullshardError
 
-__all__ = ["PROGRESS", "Launch", "LaunchLog", "Progress", "StepCount"]
+__all__ = ["PROGRESS", "Event", "Launch", "LaunchLog", "Progress", "StepCount"]
 
 LAUNCHES_KEPT = 256  # of each group
+EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
 
 _Launch = tuple[str, tuple[str, ...], int, int]
@@ -37,6 +39,25 @@ class Launch(NamedTuple):
     units: tuple[str, ...]
     step: int
     microbatch: int
+
+
+class Event(NamedTuple):
+    """Something that this process began to do.
+
+    Attributes:
+        time: Seconds since 1970.
+        step: Optimizer steps before it.
+        microbatch: Forwards of the root before it in that step.
+        kind: ``"forward"``, ``"backward"``, a kind of collective that was launched, ``"wait"`` and ``"waited"`` for
+            collectives, ``"raised"``, or what the process is in.
+        what: Names of units, ``""`` for the root; or an error.
+    """
+
+    time: float
+    step: int
+    microbatch: int
+    kind: str
+    what: str
 
 
 class LaunchLog:
@@ -106,6 +127,7 @@ class Progress:
     steps: StepCount  # of the root that runs, or ran last
     phase: str  # "forward", "backward", ...
     unit: str | None  # that it is in, "" for the root; None: no unit's
+    events: deque[tuple[float, int, int, str, str]]  # the last ones, as of ``Event``
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
     raised: str | None  # the exception that ended a forward or a backward; None: none since the last forward began
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
@@ -115,7 +137,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._logs = weakref.WeakKeyDictionary()
-        self.watchdog, self.steps = None, StepCount()
+        self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order = "user code", None, []
         self.raised = self.failure = self.waiting = None
 
@@ -129,16 +151,23 @@ class Progress:
     def enter(self, phase: str, unit: str | None) -> None:
         """A phase of a unit begins."""
         self.phase, self.unit = phase, unit
+        self.note(phase, unit or "")
+
+    def note(self, kind: str, what: str) -> None:
+        """Append to the events."""
+        steps = self.steps
+        self.events.append((time.time(), steps.step, max(steps.microbatch, 0), kind, what))
 
     def leave(self, phase: str) -> None:
         """A phase of the whole model has ended."""
-        self.phase, self.unit = f"user code after the {phase}", None
+        self.enter(f"user code after the {phase}", None)
 
     def failed(self, where: str) -> None:
         """An exception ended a forward or a backward; the first one counts until the next forward."""
         if self.raised is None:
             error = sys.exc_info()[1]
             self.raised = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
+            self.note("raised", self.raised)
 
     # ---------------------------------------------------------------- collectives
 
@@ -161,7 +190,19 @@ class Progress:
         """
         if self.failure is not None:
             raise FullshardError(self.failure)
-        log.add(kind, tuple(units), self.steps.step, max(self.steps.microbatch, 0))
+        names = tuple(units)
+        log.add(kind, names, self.steps.step, max(self.steps.microbatch, 0))
+        self.note(kind, ", ".join(names))
+
+    def begin_wait(self) -> None:
+        """The host waits for collectives."""
+        self.waiting = time.monotonic()
+        self.note("wait", self.unit or "")
+
+    def end_wait(self) -> None:
+        """The host has waited, or collectives have failed."""
+        self.waiting = None
+        self.note("waited", self.unit or "")
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one of collectives: what the watchdog knows about its cause, or ``error``."""

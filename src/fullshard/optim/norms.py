@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fullshard.errors import NonFiniteError
+from fullshard.memory import HostValue
 from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
+from fullshard.progress import PROGRESS
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -85,6 +87,8 @@ def clip_grad_norm_(
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
+    else:
+        _nonfinite_norms.look(total)
     groups = shards.groups.values() if shards.is_whole else [_by_kind(_stored_values(gradients))]
     _scale(groups, max_norm, total)
     return total
@@ -138,6 +142,8 @@ def get_total_norm(
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
+    else:
+        _nonfinite_norms.look(total)
     return total
 
 
@@ -158,6 +164,37 @@ def clip_grads_with_norm_(
     """
     distinct = {id(parameter): parameter for parameter in _as_list(parameters)}.values()
     _scale([_by_kind(_stored_values([parameter.grad for parameter in distinct]))], max_norm, total_norm)
+
+
+class _NonFiniteNorms:
+    """Warns once if a norm is NaN or infinite, without waiting for the device: at the next norm, if need be."""
+
+    _coming: HostValue | None
+    _warned: bool
+
+    def __init__(self) -> None:
+        self._coming, self._warned = None, False
+
+    def look(self, total: torch.Tensor) -> None:
+        """Look at a norm; on an accelerator, at an earlier one that has come to the host."""
+        if self._warned or type(total) is not torch.Tensor or total.is_meta or torch.compiler.is_compiling():
+            return
+        coming = HostValue(total) if total.device.type == "cpu" else self._coming
+        value = None if coming is None else coming.get()
+        if coming is None or value is not None:
+            self._coming = HostValue.of(total)
+        if value is not None and not math.isfinite(value):
+            self._warned = True
+            warnings.warn(
+                f"a norm of gradients or weights is {value}, in step {PROGRESS.steps.step} or the one before it. This "
+                "is usual when a gradient scaler begins; otherwise, fullshard.debug.find_nonfinite names the module, "
+                "rank and phase in which it began. This warning is shown once",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+_nonfinite_norms = _NonFiniteNorms()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 - ``order.py``      a comparison of the order in which ranks run their units
 - ``watchdog.py``   a thread that finds out why ranks are stuck, and ends it on all of them
 - ``verdict.py``    why ranks are stuck, from the reports of all of them
+- ``crash.py``      what each rank writes to a file when a run ends so, and what the files say together
 - ``store.py``      the key-value store that barrier and watchdog use, because it works while collectives hang
 - ``groups.py``     process groups of meshes, and one for coordination
 """

@@ -42,6 +42,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
 from fullshard.progress import PROGRESS
+from fullshard.ranks.crash import crash_folder, write_crash
 from fullshard.ranks.store import GroupStore, seconds_from
 from fullshard.ranks.verdict import GroupReport, Report, Verdict, judge
 
@@ -314,7 +315,9 @@ class Watchdog:
     def _fail(self, message: str) -> None:
         """Have the training thread raise, wherever it waits for collectives."""
         is_foreign = self._foreign() is not None
+        message = f"{message}. `fullshard inspect {crash_folder()}` shows the last events of each rank"
         _logger.error("rank %d: %s", self._rank, message)
+        self._write_crash(self._report(_place(), time.monotonic()), message)
         self._stop.wait(2 * self._poll_s)  # the other ranks read why, before connections and the store close
         PROGRESS.failure = message
         self.failed.set()
@@ -322,6 +325,12 @@ class Watchdog:
         for group in [*groups, self._world] if is_foreign else groups:
             if group.size() > 1:
                 abort(group)
+
+    def _write_crash(self, report: Report, failure: str | None) -> None:
+        try:
+            write_crash(self._rank, self._world.size(), report, failure)
+        except OSError as error:
+            _logger.warning("cannot write the last events of rank %d: %s", self._rank, error)
 
     def _read(self, key: str) -> Any:
         """Return the value of a key that may be missing, without waiting for it."""
@@ -334,9 +343,11 @@ class Watchdog:
         self._thread.join(timeout=self._poll_s + 1)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         told = "" if error is None else f"{type(error).__name__}: {error}"
+        report = replace(self._report(_place(), time.monotonic()), state="exited", error=told or None)
+        if error is not None and not self.failed.is_set():
+            self._write_crash(report, None)
         with contextlib.suppress(RuntimeError, OSError):
             if dist.group.WORLD is self._world:
-                report = replace(self._report(_place(), time.monotonic()), state="exited", error=told or None)
                 self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
                 self._store.keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat + 1, _place(), {}, exited=True)))
 

@@ -1,0 +1,145 @@
+"""Files about the end of a run: one of each rank, and what they say together.
+
+A file is JSON: what the rank was doing (a ``Report``), its last events of three steps, and the error. Each rank writes
+its own, without communication, so that nothing is lost if ranks or the store are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.progress import PROGRESS, Event
+from fullshard.ranks.agreement import list_ranks, list_values
+from fullshard.ranks.verdict import Report, judge
+
+__all__ = ["FOLDER_VARIABLE", "Crash", "crash_folder", "read_crashes", "summarize", "write_crash"]
+
+FOLDER_VARIABLE = "FULLSHARD_CRASH_DIR"
+STEPS = 3  # of which events are written
+_FORMAT = "fullshard crash 1"
+_EVENTS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What one rank has written.
+
+    Args:
+        rank: Its global rank.
+        world_size: Ranks of the job.
+        host: Name of its machine.
+        time: When it was written, in seconds since 1970.
+        failure: What the watchdog has found; None: it had found nothing.
+        report: What it was doing.
+        events: The last ones.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    time: float
+    failure: str | None
+    report: Report
+    events: list[Event]
+
+
+def crash_folder() -> Path:
+    """Return the folder for the files of this job: that of ``FULLSHARD_CRASH_DIR``, or one in the temporary folder."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getppid())
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"fullshard-crash-{os.getuid()}-{job}"
+
+
+def write_crash(rank: int, world_size: int, report: Report, failure: str | None) -> None:
+    """Write this rank's file.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    events = [Event(*each) for each in list(PROGRESS.events)]
+    last = events[-1].step if events else 0
+    value = {
+        "format": _FORMAT,
+        "rank": rank,
+        "world_size": world_size,
+        "host": platform.node(),
+        "time": time.time(),
+        "failure": failure,
+        "report": report.to_json(),
+        "events": [event for event in events if event.step > last - STEPS],
+    }
+    folder = crash_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
+
+
+def read_crashes(folder: Path) -> dict[int, Crash]:
+    """Return what the ranks have written into a folder, by rank; empty if there are no such files.
+
+    Raises:
+        ValueError: If a file is damaged, or of another version.
+    """
+    crashes = {}
+    for path in sorted(folder.glob("rank*.json")):
+        try:
+            value: dict[str, Any] = json.loads(path.read_text())
+            if value.pop("format") != _FORMAT:
+                raise ValueError("its format is not known")
+            report = Report.from_json(value.pop("report"))
+            events = [Event(*each) for each in value.pop("events")]
+            crash = Crash(report=report, events=events, **value)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: expected what a rank writes after a crash, found something else: {error}"
+            ) from None
+        crashes[crash.rank] = crash
+    return crashes
+
+
+def summarize(crashes: Mapping[int, Crash]) -> str:
+    """Say what happened first, in a paragraph, and list the last events of the rank that it happened to."""
+    world_size = max(crash.world_size for crash in crashes.values())
+    missing = sorted(set(range(world_size)) - crashes.keys())
+    raised = [(event.time, rank, event) for rank, c in crashes.items() for event in c.events if event.kind == "raised"]
+    reports = {rank: crash.report for rank, crash in crashes.items()}
+    verdict = judge(reports, dict.fromkeys(missing, ""), world_size=world_size)
+    failure = next((crash.failure for crash in crashes.values() if crash.failure is not None), None)
+    if raised:
+        moment, first, event = min(raised)
+        beginning = f"First, at {_clock(moment)}, rank {first} raised an exception in the {event.what}"
+        beginning += f" (step {event.step}, microbatch {event.microbatch})."
+    elif missing:
+        first = _stopped_first(crashes)
+        beginning = f"There is no file of {list_ranks(missing)}: it was killed, or its machine is lost."
+    else:
+        first = verdict.culprits[0] if verdict is not None and verdict.culprits else _stopped_first(crashes)
+        beginning = f"Nothing was raised in a forward or backward; rank {first} comes first."
+    doing = f"The ranks were doing this: {list_values({rank: each.doing for rank, each in sorted(reports.items())})}."
+    reason = failure or (doing if verdict is None else f"{verdict.message}.")
+    crash = crashes[first]
+    lines = [
+        f"  {_clock(each.time)}  step {each.step}, microbatch {each.microbatch}  {each.kind} {each.what or 'the root'}"
+        for each in crash.events[-_EVENTS_SHOWN:]
+    ]
+    return "\n".join([f"{beginning} {reason}", "", f"The last events of rank {first} ({crash.host}):", *lines])
+
+
+def _stopped_first(crashes: Mapping[int, Crash]) -> int:
+    """Return the rank whose last event is the oldest."""
+    return min(crashes, key=lambda rank: crashes[rank].events[-1].time if crashes[rank].events else 0.0)
+
+
+def _clock(seconds: float) -> str:
+    moment = time.localtime(seconds)
+    return f"{time.strftime('%H:%M:%S', moment)}.{int(seconds % 1 * 1000):03d}"
