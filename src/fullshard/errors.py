@@ -9,6 +9,7 @@ __all__ = [
     "FullshardError",
     "NonFiniteError",
     "PhaseError",
+    "ReplicaError",
     "TiedParameterError",
     "UnmaterializedParameterError",
 ]
@@ -39,6 +40,20 @@ class NonFiniteError(FullshardError):
 
 class PhaseError(FullshardError):
     """Raised when an operation on a unit is not allowed in its current phase, such as in the middle of a step."""
+
+
+class ReplicaError(FullshardError):
+    """Raised when replicas that should hold the same bits do not.
+
+    Attributes:
+        names: FQNs of the parameters or buffers; empty on ranks that agree with their own replicas.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class TiedParameterError(FullshardError):

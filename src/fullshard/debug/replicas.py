@@ -1,0 +1,184 @@
+"""Check that replicas still hold the same bits.
+
+Ranks of a replicate axis reduce the same gradients and step the same parameters, so what they hold stays the same, bit
+for bit. A bit that flips in the memory of one of them, or a kernel that computes differently there, goes unnoticed:
+from then on, that rank trains another model, and pulls the gradients of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters, walk_modules
+from fullshard.debug.digests import digest
+from fullshard.engine.ownership import nested_units
+from fullshard.errors import ReplicaError
+from fullshard.progress import PROGRESS
+from fullshard.ranks.agreement import gather_if_different, list_ranks, raise_on_all
+from fullshard.ranks.groups import data_parallel_groups
+
+__all__ = ["check_replicas", "replica_checks"]
+
+_SHOWN = 6
+
+
+def check_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, ignore: Iterable[str] = ()
+) -> None:
+    """Raise on all ranks if replicas do not hold the same bits. A collective, between steps.
+
+    Compared are parameters over the axes on which they are replicated (HSDP, ``replicate``, and what is too small to be
+    sharded), the state of ``optimizer`` likewise, and buffers over all data-parallel ranks. Not those of batch norms,
+    which each rank computes from its own data. Ranks exchange 8 bytes if all is well.
+
+    Args:
+        model: A model that is sharded by ``fully_shard``, ``replicate`` or ``FullyShardedDataParallel``.
+        optimizer: An optimizer of its parameters.
+        ignore: Patterns with ``*`` and ``?`` of FQNs that may differ, such as buffers of each rank's own.
+
+    Raises:
+        ReplicaError: On all ranks, with FQNs and ranks.
+        PhaseError: In the middle of a step.
+
+    Example:
+        ```python
+        from torch import nn
+
+        from fullshard import replicate
+        from fullshard.debug import check_replicas
+
+        model = replicate(nn.Linear(8, 8))
+        check_replicas(model)
+        ```
+    """
+    ignored = tuple(ignore)
+    digests: dict[dist.ProcessGroup, dict[str, str]] = {}
+    for name, tensor, groups in _replicated(model, optimizer):
+        if groups and not any(fnmatch.fnmatch(name.partition(" ")[0], pattern) for pattern in ignored):
+            found = digest(tensor)
+            for group in groups:
+                digests.setdefault(group, {})[name] = found
+    failure: Exception | None = None
+    for group, own in digests.items():
+        everyone = gather_if_different(own, group)
+        failure = failure or (_explain(everyone) if everyone else None)
+    raise_on_all(failure, _groups(model))
+
+
+@contextlib.contextmanager
+def replica_checks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 100, ignore: Iterable[str] = ()
+) -> Iterator[None]:
+    """While the context is open, call ``check_replicas`` after every so many steps of ``optimizer``.
+
+    Args:
+        model: As for ``check_replicas``.
+        optimizer: Its state is checked, too.
+        every: Steps between checks, at least 1.
+        ignore: As for ``check_replicas``.
+
+    Raises:
+        ReplicaError: On all ranks, by ``optimizer.step()``.
+        ValueError: If ``every`` is less than 1.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import replicate
+        from fullshard.debug import replica_checks
+
+        model = replicate(nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with replica_checks(model, optimizer, every=2):
+            for _ in range(4):
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+        ```
+    """
+    if every < 1:
+        raise ValueError(f"every: expected at least 1 step, found {every}")
+    steps, patterns = 0, tuple(ignore)
+
+    def after_step(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal steps
+        if stepped is optimizer:
+            steps += 1
+            if steps % every == 0:
+                check_replicas(model, optimizer, ignore=patterns)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _replicated(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, torch.Tensor, list[dist.ProcessGroup]]]:
+    """Yield what ranks may have in common: name, value, and the groups of ranks that should hold the same."""
+    for parameter in local_parameters(model):
+        groups = _groups_of(parameter)
+        if not groups:
+            continue
+        yield parameter.fqn, parameter.local_of(parameter.parameter), groups
+        state = {} if optimizer is None else optimizer.state.get(parameter.parameter, {})
+        for name, entry in state.items():
+            if isinstance(entry, torch.Tensor):
+                whole = entry.shape == parameter.parameter.shape
+                yield f"{parameter.fqn} ({name})", parameter.local_of(entry) if whole else entry, groups
+    everywhere = _groups(model)
+    for prefix, module in walk_modules(model):
+        if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}{name}", buffer, everywhere
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    groups = (group for unit in nested_units(model) for group in data_parallel_groups(unit.mesh))
+    return list(dict.fromkeys(groups))
+
+
+def _groups_of(parameter: LocalParameter) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that hold the same part of a parameter."""
+    value = parameter.parameter
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        axes = [axis for axis, placement in enumerate(value.placements) if isinstance(placement, Replicate)]
+        return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+    if parameter.sharded is None:
+        return []  # nobody keeps replicas of it equal
+    replicate = parameter.sharded.placement.mesh.replicate
+    return [replicate.get_group()] if replicate is not None and replicate.size() > 1 else []
+
+
+def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
+    names = [name for name in next(iter(digests.values())) if len({own.get(name) for own in digests.values()}) > 1]
+    told = []
+    for name in names[:_SHOWN]:
+        values = {rank: own.get(name) for rank, own in digests.items()}
+        common = max(values.values(), key=lambda value: list(values.values()).count(value))
+        odd = [rank for rank, value in values.items() if value != common]
+        others = [rank for rank in values if rank not in odd]
+        told.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ReplicaError(
+        f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(told)}{more}. A bit "
+        "has flipped in memory, or a kernel computes differently on these ranks: load a checkpoint from before, and test "
+        "the machines. If these values are each rank's own, name them in ignore=",
+        [name.partition(" ")[0] for name in names],
+    )

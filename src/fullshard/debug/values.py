@@ -1,0 +1,93 @@
+"""Hooks that see all values of a model in a step, in the order in which they are computed.
+
+In forward, before a module computes, its unsharded parameters and its inputs, and after it its outputs; inner modules
+come first. In backward the gradients of outputs and of parameters, as autograd computes them, before they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine import hooks
+from fullshard.engine.containers import iterate_tensors
+from fullshard.engine.ownership import unit_of
+from fullshard.engine.parameters.names import WRAPPED, clean_name
+from fullshard.engine.unit import Unit
+
+__all__ = ["ModuleValues"]
+
+
+class ModuleValues:
+    """The hooks on all modules of a model, between ``begin`` and ``end``.
+
+    Args:
+        model: Sharded or not.
+        visit: Is called with the phase, ``"forward"`` or ``"backward"``, the FQN of a module or parameter, a
+            description, and tensors in any containers.
+    """
+
+    _visit: Callable[[str, str, str, Any], None]
+    _names: dict[nn.Module, str]
+    _units: dict[nn.Module, Unit]  # by the module that computes while they are unsharded
+    _handles: list[Any]
+    _hooked: set[int]  # ids of unsharded parameters that have a hook
+
+    def __init__(self, model: nn.Module, visit: Callable[[str, str, str, Any], None]) -> None:
+        self._visit = visit
+        self._names = {module: clean_name(name) for name, module in model.named_modules()}
+        sharded = ((module, unit) for module in self._names if (unit := unit_of(module)) is not None)
+        self._units = {module._modules.get(WRAPPED) or module: unit for module, unit in sharded}
+        self._handles, self._hooked = [], set()
+
+    def begin(self) -> None:
+        """Register the hooks."""
+        for module in self._names:
+            if WRAPPED in module._modules:
+                continue  # its step has not begun, or has ended, when hooks of the wrapper run
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after))
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if hooks.in_backward():
+            return  # recomputation of checkpointed activations
+        name, unit = self._names[module], self._units.get(module)
+        own = module.named_parameters(name, recurse=False)
+        parameters = own if unit is None else ((each.fqn, each.unsharded) for each in unit.parameters)
+        for fqn, parameter in parameters:
+            self._before_use(clean_name(fqn), parameter)
+        self._visit("forward", name, f"an input of {_describe(name)}", (args, kwargs))
+
+    def _before_use(self, fqn: str, parameter: torch.Tensor) -> None:
+        self._visit("forward", fqn, f"parameter {fqn!r}", [parameter])
+        if parameter.requires_grad and id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            look = partial(self._gradient, fqn, f"the gradient of {fqn!r}, before its reduction,")
+            self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if hooks.in_backward():
+            return
+        name = self._names[module]
+        described = f"output of {_describe(name)}"
+        self._visit("forward", name, f"the {described}", output)
+        for tensor in iterate_tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                look = partial(self._gradient, name, f"the gradient of the {described}")
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, name: str, what: str, gradient: torch.Tensor) -> None:
+        self._visit("backward", name, what, [gradient])
+
+
+def _describe(name: str) -> str:
+    return repr(name) if name else "the model"
