@@ -22,14 +22,15 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     "composable": (2, 2.5, "fully_shard and replicate:\nthe FSDP2 front end"),
     "wrapper": (2, 7.5, "FullyShardedDataParallel:\nthe FSDP1 front end"),
     "frontend": (3, 2.5, "Argument checks; base class\nof both front ends"),
-    "checkpoint": (3, 7.5, "Saves and loads\nsharded state"),
+    "debug": (3, 7.5, "Origin of NaN; replicas\nand replays"),
+    "checkpoint": (4, 7.5, "Saves and loads\nsharded state"),
     "wrap": (4, 2.5, "Wrap policies: which\nmodules become units"),
-    "optim": (4, 7.5, "Optimizers on local\ntensors, Muon, norms"),
-    "engine": (5, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
-    "ranks": (6, 5.0, "How ranks agree: equal values, errors on every rank"),
-    "comm": (7, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),
-    "layout": (8, 2.5, "Numbers: where each parameter\nlies in a buffer. No torch"),
-    "memory.py": (8, 7.5, "Storage that is freed and\nrefilled; streams and events"),
+    "optim": (5, 7.5, "Optimizers on local\ntensors, Muon, norms"),
+    "engine": (6, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
+    "ranks": (7, 5.0, "How ranks agree: equal values, errors on every rank"),
+    "comm": (8, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),
+    "layout": (9, 2.5, "Numbers: where each parameter\nlies in a buffer. No torch"),
+    "memory.py": (9, 7.5, "Storage that is freed and\nrefilled; streams and events"),
 }
 ROW, BOX, TOP = 0.86, 0.58, 0.55
 CROSSED = 3  # above this row arrows cross

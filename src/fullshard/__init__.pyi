@@ -43,6 +43,7 @@ from .errors import (
     FullshardError,
     NonFiniteError,
     PhaseError,
+    ReplicaError,
     TiedParameterError,
     UnmaterializedParameterError,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "PhaseError",
     "QuantizationReport",
     "ReduceScatter",
+    "ReplicaError",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedGradScaler",

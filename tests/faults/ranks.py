@@ -25,10 +25,24 @@ FAULTS: list[Fault] = [
         ("checkpoint/test_barrier.py",),
     ),
     Fault(
-        "ranks/order.py",
-        "                    _abort(self._group)\n",
-        "",
+        "ranks/watchdog.py",
+        "                abort(group)\n",
+        "                pass\n",
         "Ranks that wait for different units wait until the back end's time-out.",
-        ("wrapper/test_order.py",),
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "progress.py",
+        "self.digest = zlib.crc32(code, self.digest ^ (step << 8) ^ microbatch)",
+        "self.digest = zlib.crc32(code, self.digest)",
+        "A rank that is a microbatch ahead trains with parameters of other steps, and nobody is told.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "ranks/verdict.py",
+        "    if running:\n",
+        "    if False:\n",
+        "A run is ended because one rank is slow.",
+        ("test_watchdog.py",),
     ),
 ]

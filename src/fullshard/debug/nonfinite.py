@@ -66,7 +66,7 @@ def find_nonfinite(model: nn.Module) -> Iterator[None]:
             optimizer.step()
         ```
     """
-    search = _Search(model)
+    search = _NonFiniteSearch(model)
     search.begin()
     try:
         yield
@@ -86,7 +86,7 @@ class _Finding(NamedTuple):
     what: str
 
 
-class _Search:
+class _NonFiniteSearch:
     """The hooks of one ``find_nonfinite``, and what they have found on this rank."""
 
     model: nn.Module

@@ -178,7 +178,7 @@ def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ReplicaError(
         f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(told)}{more}. A bit "
-        "has flipped in memory, or a kernel computes differently on these ranks: load a checkpoint from before, and test "
-        "the machines. If these values are each rank's own, name them in ignore=",
+        "has flipped in memory, or a kernel computes differently on these ranks: load a checkpoint from before, and "
+        "test the machines. If these values are each rank's own, name them in ignore=",
         [name.partition(" ")[0] for name in names],
     )
