@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+import fullshard
 from fullshard import clip_grad_norm_, get_total_norm
-from fullshard.debug import find_nonfinite
 from fullshard.errors import NonFiniteError
 from fullshard.train.group import Group
 
@@ -29,7 +29,7 @@ def find_origin(model: nn.Module, step: int) -> Iterator[None]:
         DivergedError: on all ranks, with the module or parameter, the rank and the phase.
     """
     try:
-        with find_nonfinite(model):
+        with fullshard.debug.find_nonfinite(model):
             yield
     except NonFiniteError as error:  # which counts its own steps
         raise DivergedError(f"step {step}, {str(error).partition(', ')[2]}") from error
