@@ -22,7 +22,7 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     "composable": (2, 2.5, "fully_shard and replicate:\nthe FSDP2 front end"),
     "wrapper": (2, 7.5, "FullyShardedDataParallel:\nthe FSDP1 front end"),
     "frontend": (3, 7.5, "Argument checks; base class\nof both front ends"),
-    "debug": (3, 2.5, "Origin of NaN; replicas\nand replays"),
+    "debug": (3, 2.5, "Origin of NaN, replicas,\nreplays, traces"),
     "checkpoint": (4, 2.5, "Saves and loads\nsharded state"),
     "wrap": (4, 7.5, "Wrap policies: which\nmodules become units"),
     "optim": (5, 2.5, "Optimizers on local\ntensors, Muon, norms"),

@@ -36,6 +36,7 @@ from .composable.fsdp_module import (
 )
 from .composable.fully_shard import fully_shard, replicate
 from .composable.shard import shard
+from .debug.tracing.recorder import trace
 from .engine.parameters.flat import FlatParameter
 from .engine.quantized_report import QuantizationReport
 from .errors import (
@@ -124,5 +125,6 @@ __all__ = [
     "save",
     "shard",
     "share_comm_ctx",
+    "trace",
     "unsharded",
 ]

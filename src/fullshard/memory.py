@@ -56,6 +56,7 @@ __all__ = [
     "run_on",
     "stream_waiter",
     "to_host",
+    "uses_accelerator",
     "wait_for_all",
 ]
 
@@ -132,9 +133,13 @@ class Buffer:
             if self._pool is not None:
                 self._pool = current_stream(self.device)
             refill_storage(self._storage, self._nbytes)
+            if PROGRESS.traced is not None:
+                PROGRESS.note("memory", str(self._nbytes))
 
     def free(self) -> None:
         """Free the memory."""
+        if PROGRESS.traced is not None and self._storage.nbytes():
+            PROGRESS.note("memory", str(-self._nbytes))
         free_storage(self._storage, self._pool)
 
     @property
@@ -311,13 +316,17 @@ class HostWork:
 
 
 class _HostLaunch(HostWork):
-    __slots__ = ()
+    __slots__ = ("_launched",)
+
+    def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
+        super().__init__(works, finish)
+        self._launched = PROGRESS.launched
 
     def wait(self) -> None:
         if not self._works:  # waited for before
             super().wait()
             return
-        PROGRESS.begin_wait()
+        PROGRESS.begin_wait(self._launched)
         try:
             super().wait()
         except RuntimeError as error:
@@ -454,6 +463,11 @@ class DeviceCommStream:
 
 
 _device_streams: weakref.WeakSet[DeviceCommStream] = weakref.WeakSet()
+
+
+def uses_accelerator() -> bool:
+    """True if there are communication streams on an accelerator."""
+    return len(_device_streams) > 0
 
 
 def communicates() -> bool:

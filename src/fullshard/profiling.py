@@ -1,8 +1,9 @@
 """Names of operations in profiles: ``fullshard::all_gather (layers.3)``.
 
-They are ``record_function`` ranges while a profiler of torch runs (also ``torch.autograd.profiler.emit_nvtx``), and
-cost one check otherwise. Under NVIDIA Nsight Systems, which torch cannot detect, they are NVTX ranges; the environment
-variable ``FULLSHARD_NVTX=1`` enables these without Nsight Systems, and ``FULLSHARD_NVTX=0`` disables them.
+They are events of a ``fullshard.trace`` while one runs, ``record_function`` ranges while a profiler of torch runs
+(also ``torch.autograd.profiler.emit_nvtx``), and cost two checks otherwise. Under NVIDIA Nsight Systems, which torch
+cannot detect, they are NVTX ranges; the environment variable ``FULLSHARD_NVTX=1`` enables these without Nsight Systems,
+and ``FULLSHARD_NVTX=0`` disables them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch.profiler import record_function
+
+from fullshard.progress import PROGRESS
 
 __all__ = ["profiled"]
 
@@ -31,11 +34,23 @@ def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractCo
     Returns:
         The context manager.
     """
+    if PROGRESS.traced is not None:
+        return _traced(operation, units)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))
     if _nvtx_wanted():
         return _nvtx_range(_name(operation, units))
     return _NOTHING
+
+
+@contextlib.contextmanager
+def _traced(operation: str, units: Iterable[str]) -> Iterator[None]:
+    named = f"{operation} {', '.join(dict.fromkeys(units))}"
+    PROGRESS.note("begin", named)
+    try:
+        yield
+    finally:
+        PROGRESS.note("end", named)
 
 
 def _name(operation: str, units: Iterable[str]) -> str:

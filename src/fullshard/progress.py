@@ -6,12 +6,13 @@ reads it on its own thread when ranks are stuck.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fullshard.errors import FullshardError
@@ -49,8 +50,12 @@ class Event(NamedTuple):
         step: Optimizer steps before it.
         microbatch: Forwards of the root before it in that step.
         kind: ``"forward"``, ``"backward"``, a kind of collective that was launched, ``"wait"`` and ``"waited"`` for
-            collectives, ``"raised"``, or what the process is in.
-        what: Names of units, ``""`` for the root; or an error.
+            collectives, ``"raised"``, or what the process is in. In a trace also ``"begin"`` and ``"end"`` of the
+            engine's operations, and ``"memory"``.
+        what: Names of units, ``""`` for the root; an error; an operation; or bytes that a buffer has taken or freed.
+        group: Number of the process group of a collective, as of ``Progress.groups``; -1: it is no collective.
+        number: Number of a launch in its group, which is the same on all ranks; of a wait, that of the last launch that
+            it waits for.
     """
 
     time: float
@@ -58,20 +63,23 @@ class Event(NamedTuple):
     microbatch: int
     kind: str
     what: str
+    group: int = -1
+    number: int = -1
 
 
 class LaunchLog:
     """The launches of one process group, in their order, which has to be the same on all its ranks."""
 
     group: weakref.ref[Any]
+    index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
     digest: int  # of all of them
     snapshots: deque[tuple[int, int]]  # counts and digests: ranks compare those that both have
     _recent: deque[_Launch]
     _codes: dict[tuple[str, tuple[str, ...]], bytes]
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.count, self.digest = weakref.ref(group), 0, 0
+    def __init__(self, group: Any, index: int) -> None:
+        self.group, self.index, self.count, self.digest = weakref.ref(group), index, 0, 0
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
         self._codes = {}
 
@@ -127,16 +135,20 @@ class Progress:
     steps: StepCount  # of the root that runs, or ran last
     phase: str  # "forward", "backward", ...
     unit: str | None  # that it is in, "" for the root; None: no unit's
-    events: deque[tuple[float, int, int, str, str]]  # the last ones, as of ``Event``
+    events: deque[tuple[float, int, int, str, str, int, int]]  # the last ones, as of ``Event``
+    traced: list[tuple[float, int, int, str, str, int, int]] | None  # all since a trace began; None: no trace runs
+    launched: tuple[int, int]  # group and number of the last launch
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
     raised: str | None  # the exception that ended a forward or a backward; None: none since the last forward began
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
     watchdog: Any  # knows why collectives fail; opaque here
     waiting: float | None  # since when the host waits for collectives, in monotonic seconds
     _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
+    _indices: Iterator[int]
 
     def __init__(self) -> None:
-        self._logs = weakref.WeakKeyDictionary()
+        self._logs, self._indices = weakref.WeakKeyDictionary(), itertools.count()
+        self.traced, self.launched = None, (-1, -1)
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order = "user code", None, []
         self.raised = self.failure = self.waiting = None
@@ -153,10 +165,13 @@ class Progress:
         self.phase, self.unit = phase, unit
         self.note(phase, unit or "")
 
-    def note(self, kind: str, what: str) -> None:
+    def note(self, kind: str, what: str, group: int = -1, number: int = -1) -> None:
         """Append to the events."""
         steps = self.steps
-        self.events.append((time.time(), steps.step, max(steps.microbatch, 0), kind, what))
+        event = (time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number)
+        self.events.append(event)
+        if self.traced is not None:
+            self.traced.append(event)
 
     def leave(self, phase: str) -> None:
         """A phase of the whole model has ended."""
@@ -175,7 +190,7 @@ class Progress:
         """Return the log of a process group."""
         log = self._logs.get(group)
         if log is None:
-            log = self._logs[group] = LaunchLog(group)
+            log = self._logs[group] = LaunchLog(group, next(self._indices))
         return log
 
     def logs(self) -> list[LaunchLog]:
@@ -192,12 +207,13 @@ class Progress:
             raise FullshardError(self.failure)
         names = tuple(units)
         log.add(kind, names, self.steps.step, max(self.steps.microbatch, 0))
-        self.note(kind, ", ".join(names))
+        self.launched = log.index, log.count - 1
+        self.note(kind, ", ".join(names), *self.launched)
 
-    def begin_wait(self) -> None:
-        """The host waits for collectives."""
+    def begin_wait(self, launched: tuple[int, int]) -> None:
+        """The host waits for collectives, the last of which is ``launched``."""
         self.waiting = time.monotonic()
-        self.note("wait", self.unit or "")
+        self.note("wait", self.unit or "", *launched)
 
     def end_wait(self) -> None:
         """The host has waited, or collectives have failed."""

@@ -1,8 +1,9 @@
-"""Tools to find out why training goes wrong.
+"""Tools to find out why training goes wrong, or is slow.
 
 - ``nonfinite.py``  ``find_nonfinite``: where a value became NaN or infinite
 - ``replicas.py``   ``check_replicas``: whether replicas still hold the same bits
 - ``replay.py``     ``replay``: whether a step computes the same bits twice
+- ``tracing/``      ``fullshard.trace``: timelines of steps, exposed communication and late ranks
 - ``values.py``     hooks that see all values of a model
 - ``digests.py``    digests of tensors
 """

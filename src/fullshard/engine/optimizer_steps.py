@@ -7,7 +7,11 @@ import os
 import weakref
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
 from fullshard.engine.runtime import each_runtime, runtime_of
@@ -46,12 +50,17 @@ def _units_of(optimizer: Optimizer) -> list[Unit]:
     return list({id(unit): unit for unit in units if unit is not None}.values())
 
 
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    PROGRESS.enter("optimizer step", None)
+
+
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Mark units out of date after a step of an optimizer that has their parameters.
 
     Only steps are seen, not other writes to sharded parameters, and so all ranks see the same ones; with a version
     counter they would not (an optimizer does not touch empty shards).
     """
+    PROGRESS.leave("optimizer step")
     if optimizer in unshards_by_itself:
         unshards_by_itself.discard(optimizer)
         _count(_units_of(optimizer))
@@ -68,7 +77,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 def _count(units: list[Unit]) -> None:
     for runtime in each_runtime(units):
         runtime.steps.optimizer_stepped()
-        PROGRESS.leave("optimizer step")
 
 
 @functools.cache
@@ -79,4 +87,5 @@ def watch_optimizers() -> None:
     an optimizer steps then compute with those from before the step until the user calls ``reshard()``.
     """
     if os.environ.get("FULLSHARD_WATCH_OPTIMIZERS", "1") != "0":
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)

@@ -142,6 +142,10 @@ class TrainingConfig(_Checked):
     activation_checkpointing: bool = option(
         False, "Recompute the activations of blocks in backward: less memory, a third more computation."
     )
+    trace: bool = option(
+        False,
+        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder. CPU only.",
+    )
     debug: bool = option(
         False, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
     )

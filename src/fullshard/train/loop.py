@@ -11,6 +11,7 @@ from typing import Literal, cast
 import torch
 import torch.nn.functional as F
 
+import fullshard
 from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.composable.fsdp_module import FSDPModule
@@ -28,6 +29,7 @@ from fullshard.train.run_folder import complete_checkpoints
 from fullshard.train.stop import StopRequest
 from fullshard.train.summary import Footprint
 
+TRACED_STEPS = range(2, 7)  # with `trace`, after the start of the run or its resume
 INTERMEDIATE_SHARE = 8  # validations during the run use one such share of `eval_bytes`
 
 
@@ -87,11 +89,16 @@ class Run:
         """
         steps = self.config.training.steps
         between = self.held_out(self.config.evaluation.eval_bytes // INTERMEDIATE_SHARE)
+        begun, tracing = self.step, contextlib.ExitStack()
         try:
             while self.step < steps and not self.stop_code:
+                if self.config.training.trace and self.step - begun == TRACED_STEPS.start:
+                    tracing.enter_context(fullshard.trace(self.checkpoints.folder.parent / "trace"))
                 debug = self.config.training.debug
                 with finite.find_origin(self.model, self.step + 1) if debug else contextlib.nullcontext():
                     self._train_step(self.step + 1)
+                if self.step - begun == TRACED_STEPS.stop:
+                    tracing.close()
                 if self.step == steps or self.step % self.config.evaluation.eval_every == 0:
                     self.evaluate("validation", between)
                 self.checkpoints.poll()
@@ -109,6 +116,7 @@ class Run:
             kept = complete_checkpoints(self.checkpoints.folder)
             advice = f"The checkpoint {kept[-1].name} is kept: resume" if kept else "Start again under another --name"
             raise finite.DivergedError(f"{error}. {advice} with a lower --lr") from error
+        tracing.close()  # of a run of fewer steps
         self.checkpoints.wait()
 
     def _train_step(self, step: int) -> None:

@@ -1,0 +1,165 @@
+"""Traces: segments without gaps, exposed communication and its reasons, late ranks, and the files."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from front_ends import FrontEnd, each_front_end
+from fullshard import FullshardError
+from fullshard.debug.tracing.exposed import exposed_waits, last_arrivals, late_ranks
+from fullshard.debug.tracing.timeline import Launched, Segment, launches, memory, segments
+from fullshard.progress import PROGRESS, Event
+from ranks import Rank, on_ranks
+
+WIDTH = 16
+
+
+def events(*each: tuple[Any, ...]) -> list[Event]:
+    """Events of one microbatch."""
+    return [Event(moment, 0, 0, *rest) for moment, *rest in each]
+
+
+def test_segments_follow_each_other() -> None:
+    """Each instant belongs to one: computation of a phase, waits, or work of the engine."""
+    found = events(
+        (0.0, "forward", "a"),
+        (1.0, "begin", "all_gather b"),
+        (1.1, "all_gather", "b", 0, 7),
+        (1.2, "end", "all_gather b"),
+        (2.0, "forward", "b"),
+        (2.1, "begin", "wait_for_all_gather b"),
+        (2.2, "wait", "b", 0, 7),
+        (2.9, "memory", "64"),
+        (3.0, "waited", "b"),
+        (3.1, "end", "wait_for_all_gather b"),
+        (5.0, "backward", "b"),
+        (5.5, "memory", "-64"),
+        (6.0, "user code after the backward", ""),
+    )
+    own = segments(found)
+    assert [one.end for one in own[:-1]] == [other.begin for other in own[1:]]
+    assert own[-1].end - own[0].begin == sum(segment.seconds for segment in own) == 6.0
+    kinds: dict[tuple[str, str, str], float] = {}
+    for segment in own:
+        key = segment.activity, segment.phase, segment.units
+        kinds[key] = kinds.get(key, 0.0) + segment.seconds
+    assert {key: round(seconds, 6) for key, seconds in kinds.items()} == {
+        ("compute", "forward", "a"): 1.8,
+        ("engine", "forward", "b"): 0.4,
+        ("compute", "forward", "b"): 2.0,
+        ("wait", "forward", "b"): 0.8,
+        ("compute", "backward", "b"): 1.0,
+    }
+    assert launches(found) == {(0, 7): Launched(1.1, "all_gather", "b", ("forward", "a"))}
+    assert memory(found) == [(2.9, 64), (5.5, 0)]
+
+
+def test_reasons_of_exposed_communication() -> None:
+    """Up to the last issue of any rank it is that rank; after that the link, or that it was issued too late."""
+    waits = [
+        Segment(10.0, 16.0, 0, 0, "wait", "forward", "a", 0, 1),  # issued at 5; rank 1 issues at 14
+        Segment(20.0, 22.0, 0, 0, "wait", "forward", "b", 0, 2),  # issued just before
+        Segment(30.0, 31.0, 0, 0, "wait", "forward", "c", 0, 3),  # all issued long before
+        Segment(31.0, 40.0, 0, 0, "compute", "forward", "c"),
+    ]
+    own = {
+        (0, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))
+    }
+    other = {
+        (0, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))
+    }
+    found = {each.units: each for each in exposed_waits(0, waits, {0: own, 1: other})}
+    parts = {u: (each.late_issue, each.slow_link, each.slow_peer) for u, each in found.items()}
+    assert parts == {"a": (0.0, 2.0, 4.0), "b": (2.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0)}
+    assert dict(found["a"].peers) == {1: 4.0}
+    assert last_arrivals({0: own, 1: other}) == {0: 1, 1: 2}
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_late_ranks(delay: float) -> None:
+    """A delay in every step is named, with rank, phase and unit; one in a single step, or of all ranks, is not."""
+    times = {
+        rank: [
+            Segment(0.0, 0.1 + 0.01 * (step * 7 % 3) + (delay if (rank, unit) == (2, "u5") else 0.0)
+                    + (0.5 if (rank, step, unit) == (1, 3, "u4") else 0.0), step, 0, "compute", "backward", unit)
+            for step in range(8) for unit in ("u4", "u5")
+        ]
+        for rank in range(4)
+    }  # fmt: skip
+    found = late_ranks(times)
+    assert [(each.rank, each.phase, each.units) for each in found] == ([(2, "backward", "u5")] if delay else [])
+    assert not found or found[0].seconds == pytest.approx(delay)
+
+
+class Net(nn.Module):
+    """Three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.cpu_only("traces are of CPU ranks")
+def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
+    """Parts add up to the time; the files are there, and name what ran; results have the same bits."""
+    model = front_end.wrap(Net(), rank, [f"blocks.{index}" for index in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    folder = tmp_path / "trace"
+    with fullshard.trace(folder) as trace:
+        since = time.time()
+        for _ in range(3):
+            step()
+        took = time.time() - since
+    assert set(trace.segments) == {0, 1}
+    own = trace.segments[rank.rank]
+    parts = sum(segment.seconds for segment in own)
+    assert parts == pytest.approx(own[-1].end - own[0].begin) and took <= parts < took + 0.05
+    phases = {segment.phase for segment in own}
+    assert {"forward", "backward", "the end of backward", "optimizer step"} <= phases
+    kinds = {(each.kind, each.units) for each in trace.launches[rank.rank].values()}
+    assert {kind for kind, _ in kinds} == {"all_gather", "reduce_scatter"}
+    assert any("blocks.1" in units for _, units in kinds)
+    assert trace.launches[0].keys() == trace.launches[1].keys()
+    assert trace.memory[rank.rank] and min(nbytes for _, nbytes in trace.memory[rank.rank]) == 0
+    assert "Exposed communication of rank 0, ms" in trace.table() and "The last to issue a collective" in trace.table()
+    if rank.rank == 0:
+        assert (folder / "table.txt").read_text() == trace.table() + "\n"
+        stored = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in stored} == {0, 1} and {event["ph"] for event in stored} == {"M", "X", "C"}
+        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in stored if event["ph"] == "X")
+        assert (folder / "step.png").stat().st_size > 5000
+    assert PROGRESS.traced is None
+
+
+@on_ranks(2)
+@pytest.mark.cpu_only("traces are of CPU ranks")
+def test_what_a_trace_refuses(rank: Rank, tmp_path: Path) -> None:
+    """Another trace inside; a folder that cannot be made raises on all ranks."""
+    with fullshard.trace(tmp_path / "a"), pytest.raises(FullshardError, match="a trace runs already"):
+        fullshard.trace(tmp_path / "b").__enter__()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FullshardError, match="cannot write the trace to"), fullshard.trace(tmp_path / "file" / "c"):
+        pass
+    assert PROGRESS.traced is None
