@@ -405,12 +405,13 @@ class DeviceCommStream:
     """
 
     device: torch.device
+    captures: bool  # the last work was captured into a graph
     _stream: torch.Stream
     _last: torch.Event | None  # after the last issued work
     _spare: list[torch.Event]  # of pending work that is gone
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self.device = device
+        self.device, self.captures = device, False
         self._stream = torch.Stream(device=device, priority=priority)
         self._last, self._spare = None, []
         _device_streams.add(self)
@@ -453,7 +454,8 @@ class DeviceCommStream:
             raise
         done = self._spare.pop() if self._spare else torch.Event(self.device)
         self._stream.record_event(done)
-        self._last = None if _is_capturing(self.device) else done  # the host cannot wait for an event within a graph
+        self.captures = _is_capturing(self.device)
+        self._last = None if self.captures else done  # the host cannot wait for an event within a graph
         return _DeviceWork(done, compute, self._spare)
 
     def synchronize(self) -> None:
@@ -471,8 +473,17 @@ def uses_accelerator() -> bool:
 
 
 def communicates() -> bool:
-    """True if work on a communication stream of an accelerator is not finished. Not while a graph is captured."""
-    return any((event := stream._last) is not None and not event.query() for stream in list(_device_streams))
+    """True if work on a communication stream of an accelerator is not finished.
+
+    False while a graph is captured, which must not be disturbed by questions from other threads.
+    """
+    streams = list(_device_streams)
+    if any(stream.captures for stream in streams):
+        return False
+    try:
+        return any((event := stream._last) is not None and not event.query() for stream in streams)
+    except RuntimeError:  # an error of the device, which the training thread gets, too
+        return False
 
 
 def _synchronize(event: torch.Event) -> None:

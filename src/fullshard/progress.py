@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 import weakref
 import zlib
@@ -73,8 +74,8 @@ class LaunchLog:
     group: weakref.ref[Any]
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
-    digest: int  # of all of them
-    snapshots: deque[tuple[int, int]]  # counts and digests: ranks compare those that both have
+    digest: int  # of the kinds and units of all of them; steps and microbatches may differ: ranks may evaluate alone
+    snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
     _recent: deque[_Launch]
     _codes: dict[tuple[str, tuple[str, ...]], bytes]
 
@@ -89,10 +90,10 @@ class LaunchLog:
         if code is None:
             code = self._codes[kind, units] = repr((kind, units)).encode()
         self._recent.append((kind, units, step, microbatch))
-        self.digest = zlib.crc32(code, self.digest ^ (step << 8) ^ microbatch)
+        self.digest = zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
-            self.snapshots.append((self.count, self.digest))
+            self.snapshots.append((self.count, self.digest, step))
 
     def recent(self) -> tuple[int, list[Launch]]:
         """Return the number of the first launch that is still known, and those from it on. Called by other threads."""
@@ -105,19 +106,16 @@ class LaunchLog:
 class StepCount:
     """Counts the steps of one root, and the microbatches of each step."""
 
-    __slots__ = ("_stepped", "microbatch", "step")
+    __slots__ = ("microbatch", "step")
 
-    step: int  # optimizer steps before the last forward; several between two forwards count as one
-    microbatch: int  # number of the last forward in that step, from 0
-    _stepped: bool
+    step: int  # steps of optimizers
+    microbatch: int  # number of the last forward since the last step, from 0
 
     def __init__(self) -> None:
-        self.step, self.microbatch, self._stepped = 0, -1, False
+        self.step, self.microbatch = 0, -1
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
-        if self._stepped:
-            self.step, self.microbatch, self._stepped = self.step + 1, -1, False
         self.microbatch += 1
 
     def forward_failed(self) -> None:
@@ -125,8 +123,8 @@ class StepCount:
         self.microbatch -= 1
 
     def optimizer_stepped(self) -> None:
-        """An optimizer of its parameters has stepped."""
-        self._stepped = True
+        """An optimizer has stepped its largest trained unit; others, as experts, may be stepped on some ranks only."""
+        self.step, self.microbatch = self.step + 1, -1
 
 
 class Progress:
@@ -139,25 +137,32 @@ class Progress:
     traced: list[tuple[float, int, int, str, str, int, int]] | None  # all since a trace began; None: no trace runs
     launched: tuple[int, int]  # group and number of the last launch
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
-    raised: str | None  # the exception that ended a forward or a backward; None: none since the last forward began
+    forwards: int  # outermost ones that have begun
+    raised: tuple[int, str] | None  # the exception that ended a forward or a backward, and which one
+    threads: set[int]  # that train
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
     watchdog: Any  # knows why collectives fail; opaque here
-    waiting: float | None  # since when the host waits for collectives, in monotonic seconds
+    waiting: tuple[float, int, int] | None  # since when (monotonic) the host waits, group and number of the launch
     _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
     _indices: Iterator[int]
+    _lock: threading.Lock
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._logs, self._indices = weakref.WeakKeyDictionary(), itertools.count()
         self.traced, self.launched = None, (-1, -1)
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order = "user code", None, []
         self.raised = self.failure = self.waiting = None
+        self.forwards, self.threads = 0, set()
 
     # ---------------------------------------------------------------- phases
 
     def begin_forward(self, steps: StepCount) -> None:
         """The outermost forward of a root begins, whose steps are counted by ``steps``."""
         self.steps, self.raised, self.order = steps, None, []
+        self.forwards += 1
+        self.threads.add(threading.get_ident())
         steps.begin_forward()
 
     def enter(self, phase: str, unit: str | None) -> None:
@@ -181,8 +186,9 @@ class Progress:
         """An exception ended a forward or a backward; the first one counts until the next forward."""
         if self.raised is None:
             error = sys.exc_info()[1]
-            self.raised = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
-            self.note("raised", self.raised)
+            told = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
+            self.raised = self.forwards, told
+            self.note("raised", told)
 
     # ---------------------------------------------------------------- collectives
 
@@ -190,12 +196,20 @@ class Progress:
         """Return the log of a process group."""
         log = self._logs.get(group)
         if log is None:
-            log = self._logs[group] = LaunchLog(group, next(self._indices))
+            with self._lock:  # the watchdog copies it
+                log = self._logs[group] = LaunchLog(group, next(self._indices))
         return log
+
+    def forget_groups(self) -> None:
+        """Forget process groups that were destroyed, and what was with them."""
+        with self._lock:
+            self._logs.clear()
+        self.failure = self.raised = self.waiting = None
 
     def logs(self) -> list[LaunchLog]:
         """Return the logs of all process groups that exist."""
-        return list(self._logs.values())
+        with self._lock:
+            return list(self._logs.values())
 
     def launch(self, log: LaunchLog, kind: str, units: Iterable[str]) -> None:
         """Note a launch, before it is issued.
@@ -212,7 +226,7 @@ class Progress:
 
     def begin_wait(self, launched: tuple[int, int]) -> None:
         """The host waits for collectives, the last of which is ``launched``."""
-        self.waiting = time.monotonic()
+        self.waiting = time.monotonic(), *launched
         self.note("wait", self.unit or "", *launched)
 
     def end_wait(self) -> None:

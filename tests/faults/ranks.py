@@ -33,8 +33,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "progress.py",
-        "self.digest = zlib.crc32(code, self.digest ^ (step << 8) ^ microbatch)",
-        "self.digest = zlib.crc32(code, self.digest)",
+        "            self.snapshots.append((self.count, self.digest, step))\n",
+        "            self.snapshots.append((self.count, self.digest, 0))\n",
         "A rank that is a microbatch ahead trains with parameters of other steps, and nobody is told.",
         ("test_watchdog.py",),
     ),

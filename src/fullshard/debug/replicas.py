@@ -62,7 +62,7 @@ def check_replicas(
         ```
     """
     ignored = tuple(ignore)
-    digests: dict[dist.ProcessGroup, dict[str, str]] = {}
+    digests: dict[dist.ProcessGroup, dict[str, str]] = {group: {} for group in _groups(model)}  # the same on all ranks
     for name, tensor, groups in _replicated(model, optimizer):
         if groups and not any(fnmatch.fnmatch(name.partition(" ")[0], pattern) for pattern in ignored):
             found = digest(tensor)

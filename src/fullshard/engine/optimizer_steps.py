@@ -76,7 +76,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _count(units: list[Unit]) -> None:
     for runtime in each_runtime(units):
-        runtime.steps.optimizer_stepped()
+        if runtime.largest_trained in units:
+            runtime.steps.optimizer_stepped()
 
 
 @functools.cache

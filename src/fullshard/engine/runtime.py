@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class Runtime:
     def abort_forward(self, unit: Unit) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
         forward = unit.open_forwards.pop()
-        PROGRESS.failed(f"forward of {unit.described}")
+        if not hooks.in_backward():  # a recomputation may end early, by an exception
+            PROGRESS.failed(f"forward of {unit.described}")
         try:
             self.activations.end(forward, failed=True)
             if not unit.open_forwards:
@@ -559,6 +561,12 @@ class Runtime:
     def units(self) -> list[Unit]:
         """The units that still exist."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @cached_property
+    def largest_trained(self) -> Unit | None:
+        """The unit with most elements that are trained, the same on all ranks."""
+        sizes = {u: sum(p.shape.numel for p in u.parameters if p.requires_grad) for u in self.units()}
+        return max(sizes, key=lambda unit: sizes[unit], default=None)
 
     @property
     def busy(self) -> bool:

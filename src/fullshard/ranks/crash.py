@@ -54,7 +54,8 @@ class Crash:
 def crash_folder() -> Path:
     """Return the folder for the files of this job: that of ``FULLSHARD_CRASH_DIR``, or one in the temporary folder."""
     chosen = os.environ.get(FOLDER_VARIABLE)
-    job = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getppid())
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = str(os.getppid()) if job == "none" else job  # the name of jobs that torchrun was given no name for
     return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"fullshard-crash-{os.getuid()}-{job}"
 
 
@@ -77,7 +78,7 @@ def write_crash(rank: int, world_size: int, report: Report, failure: str | None)
         "events": [event for event in events if event.step > last - STEPS],
     }
     folder = crash_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"rank{rank}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))

@@ -5,11 +5,16 @@ All ranks of a process group have to launch the same collectives in the same ord
 are stuck for one of these reasons, which are looked for in this order:
 
 - ``differ``: the launches of a group differ at a number that two ranks have come to. They will never match.
-- ``raised``, ``exited``: a rank has left its forward or backward by an exception, or its process has ended.
-- ``lost``: the process of a rank does not answer any more.
+- ``raised``, ``exited``: a rank that others wait for has left the forward that they are in, or its backward, by an
+  exception, or its process has ended.
+- ``lost``: the process of such a rank does not answer any more.
 - ``broken``: collectives failed although all processes are alive, as if the network had failed.
-- ``deadlock``: no rank computes. Some wait in collectives of fullshard, the others in collectives of the user.
-- ``slow``: a rank computes, and others wait for it. This is the only one after which training may go on.
+- ``deadlock``: no rank computes, and none waits for the network alone: the ranks that others wait for are all in
+  collectives of the user.
+- ``slow``: a rank computes, or cannot answer, and others wait for it. This is the only one after which training may go
+  on.
+
+A correct run must not be ended, so what is not known counts as slow.
 """
 
 from __future__ import annotations
@@ -58,6 +63,10 @@ class Report:
         seconds: Since when it has been there.
         foreign: The collective that is not fullshard's in which it waits, as "all_reduce, called at train.py:33".
         error: The exception that it raised.
+        waits_for: Name of the group, and number of the launch that it waits for.
+        forwards: Outermost forwards that it has begun.
+        host: Its machine and process.
+        siblings: Processes of the same launcher that run on its machine.
         order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
     """
@@ -67,6 +76,10 @@ class Report:
     seconds: float = 0.0
     foreign: str | None = None
     error: str | None = None
+    waits_for: tuple[str, int] | None = None
+    forwards: int = 0
+    host: tuple[str, int] = ("", 0)
+    siblings: Sequence[int] = ()
     order: Sequence[str] = ()
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
 
@@ -81,7 +94,8 @@ class Report:
             name: GroupReport(each["ranks"], each["first"], [_launch(launch) for launch in each["launches"]])
             for name, each in value["groups"].items()
         }
-        return cls(**{**value, "groups": groups})
+        waits_for = None if value["waits_for"] is None else tuple(value["waits_for"])
+        return cls(**{**value, "groups": groups, "waits_for": waits_for, "host": tuple(value["host"])})
 
     @property
     def doing(self) -> str:
@@ -153,9 +167,10 @@ def judge(
             f"the ranks launch different collectives, which never match: {told}.{_order(reports)} {now} {_SAME_ORDER}"
         )
         return Verdict("differ", message, culprits)
-    if digests_differ and not silent:
-        return Verdict("differ", f"the ranks have launched different collectives. {now} {_SAME_ORDER}")
-    ended = [rank for rank, report in reports.items() if report.state in ("raised", "exited")]
+    if not stuck:
+        return None
+    wanted = _wanted(reports, stuck)
+    ended = [rank for rank in wanted if rank in reports and _has_left(reports[rank], [reports[r] for r in stuck])]
     if ended:
         told = list_values({rank: reports[rank].doing for rank in ended})
         message = (
@@ -163,29 +178,51 @@ def judge(
             "exception that is handled has to be handled on all ranks"
         )
         return Verdict(reports[ended[0]].state, message, ended)
-    if lost:
-        are = "is" if len(lost) == 1 else "are"
+    gone = [rank for rank in lost if rank in wanted]
+    if gone:
+        are = "is" if len(gone) == 1 else "are"
         message = (
-            f"{list_ranks(list(lost))} {are} lost: the process has ended, hangs, or cannot be reached. {now} Look at "
+            f"{list_ranks(gone)} {are} lost: the process has ended, hangs, or cannot be reached. {now} Look at "
             "the output and the machine of that rank: memory, signals, the network"
         )
-        return Verdict("lost", message, list(lost))
+        return Verdict("lost", message, gone)
     if silent:
         return None
-    late = _late(reports)
-    running = [rank for rank, report in reports.items() if report.state == "runs" and report.foreign is None]
+    running = [
+        rank for rank, report in reports.items() if report.state not in ("waits", "broken") and not report.foreign
+    ]
     if len(reports) < world_size:
         running += [rank for rank, report in reports.items() if report.foreign is not None]
     if running:
-        slow = [rank for rank in late if rank in running] or running
+        slow = [rank for rank in running if rank in wanted] or running
         told = list_values({rank: f"{reports[rank].doing}, for {reports[rank].seconds:.0f} s" for rank in slow})
         return Verdict("slow", f"{waiting} for slow ranks: {told}. Training goes on when they are through", slow)
     if any(report.state == "broken" for report in reports.values()):
         message = f"collectives failed although all ranks answer: the network between them may have failed. {now}"
         return Verdict("broken", message)
-    if late or any(report.foreign is not None for report in reports.values()):
-        return Verdict("deadlock", f"all ranks wait, and none computes.{_order(reports)} {now} {_SAME_ORDER}", late)
-    return None  # all wait for the same collective: the network is slow
+    late = {rank: _late(reports, reports[rank]) for rank in stuck}
+    if any(report.foreign is not None for report in reports.values()) and all(late.values()):
+        culprits = sorted({each for of in late.values() for each in of if reports[each].foreign is not None})
+        return Verdict("deadlock", f"all ranks wait, and none computes.{_order(reports)} {now} {_SAME_ORDER}", culprits)
+    return None  # some wait for the network alone
+
+
+def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
+    """Return the ranks that stuck ranks wait for: of their group, if it is known, else of all their groups."""
+    wanted: set[int] = set()
+    for rank in stuck:
+        report = reports[rank]
+        known = report.waits_for is not None and report.waits_for[0] in report.groups
+        names = [report.waits_for[0]] if known and report.waits_for is not None else report.groups
+        wanted |= {each for name in names for each in report.groups[name].ranks}
+    return wanted
+
+
+def _has_left(report: Report, stuck: Sequence[Report]) -> bool:
+    """Return True if a rank will not come to the forward that others are in: it has ended, or has raised in that."""
+    if report.state == "exited":
+        return True
+    return report.state == "raised" and any(each.forwards <= report.forwards for each in stuck)
 
 
 def _launch(value: Sequence[Any]) -> Launch:
@@ -202,11 +239,12 @@ def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
             here = {r: group.launches[number - group.first] for r, group in own.items() if number < group.count}
             if len(here) < 2:
                 break
-            if len(set(here.values())) > 1:
-                launches = [*here.values()]
-                usual = max(set(launches), key=lambda launch: (launches.count(launch), launch == launches[0]))
-                odd = [rank for rank, launch in here.items() if launch != usual]
-                told = list_values(dict(zip(here, _describe(launches), strict=True)))
+            kinds = {rank: launch[:2] for rank, launch in here.items()}  # without steps and microbatches
+            if len(set(kinds.values())) > 1:
+                all_kinds = [*kinds.values()]
+                usual = max(set(all_kinds), key=lambda kind: (all_kinds.count(kind), kind == all_kinds[0]))
+                odd = [rank for rank, kind in kinds.items() if kind != usual]
+                told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
                 return odd, f"collective {number} (from 0) of a process group is {told}"
     return None
 
@@ -234,11 +272,10 @@ def _describe_one(launch: Launch, first: int) -> str:
     return f"{launch.kind.replace('_', '-')} of {names} (step {launch.step}, microbatch {launch.microbatch})"
 
 
-def _late(reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that have launched fewer collectives of a group than others."""
-    late: dict[int, None] = {}
-    for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
-        counts = {rank: report.groups[name].count for rank, report in reports.items() if name in report.groups}
-        most = max(counts.values())
-        late |= dict.fromkeys(rank for rank, count in counts.items() if count < most)
-    return list(late)
+def _late(reports: Mapping[int, Report], waiting: Report) -> list[int]:
+    """Return the ranks that have not issued what a rank waits for; none if that is not known."""
+    if waiting.waits_for is None or waiting.waits_for[0] not in waiting.groups:
+        return []
+    name, number = waiting.waits_for
+    members = [rank for rank in waiting.groups[name].ranks if rank in reports]
+    return [r for r in members if name not in reports[r].groups or reports[r].groups[name].count <= number]

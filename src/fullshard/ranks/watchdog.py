@@ -11,8 +11,9 @@ them raises, and the training thread raises the failure instead of the error of 
 A rank is lost if it shows no sign of life for some seconds of an alarm. Time is measured by the clock of the rank that
 reads.
 
-Ranks may also launch different collectives that match by their sizes, so that none is stuck and results are wrong, as
-those of a rank that is a microbatch ahead. So signs of life have digests of the launches, which are compared.
+Ranks may also launch different collectives that match by their sizes, so that none is stuck and results are wrong. So
+signs of life have digests of the launches, which are compared. If they launch the same ones in different optimizer
+steps, as a rank that is a microbatch ahead, that is only warned of: a correct program may count steps differently.
 
 On accelerators the host does not wait for collectives. There a rank is stuck if it launches nothing while collectives
 that it has launched are unfinished.
@@ -22,8 +23,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
+import os
+import platform
 import re
 import sys
 import threading
@@ -41,7 +45,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
-from fullshard.progress import PROGRESS
+from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.crash import crash_folder, write_crash
 from fullshard.ranks.store import GroupStore, seconds_from
 from fullshard.ranks.verdict import GroupReport, Report, Verdict, judge
@@ -62,9 +66,10 @@ _UNITS_REPORTED = 1000
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_DISTRIBUTED = str(Path(dist.__file__).resolve().parent)
+_WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 _logger = logging.getLogger(__name__)
+_generations = itertools.count()  # of default process groups in this process: their stores may be the same
 
 
 def watch() -> None:
@@ -74,7 +79,7 @@ def watch() -> None:
         return
     if current is not None:
         current.close()
-        PROGRESS.failure = None
+        PROGRESS.forget_groups()
     PROGRESS.watchdog = None
     world = dist.group.WORLD
     stuck_s = seconds_from(TIMEOUT_VARIABLE, _STUCK_S, allow_zero=True)
@@ -101,6 +106,7 @@ class Watchdog:
     _store: GroupStore
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
+    _host: tuple[str, int]  # the machine, and this process
     _training: int  # the thread that trains
     _poll_s: float
     _beat: int
@@ -110,25 +116,35 @@ class Watchdog:
     _judges: bool
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
     _digests_differ: bool
-    _suspected: str  # a deadlock, at the last comparison
+    _warned_of_steps: bool
+    _looked: float  # when the thread looked last
+    _suspected: tuple[str, float]  # a deadlock, and since when: it counts if it lasts
     _warned: tuple[str, float]
     _stop: threading.Event
     _thread: threading.Thread
 
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
-        self._world, self._store, self._rank = world, GroupStore.of(world, "watchdog"), world.rank()
+        self._world, self._store, self._rank = (
+            world,
+            GroupStore.of(world, f"watchdog/{next(_generations)}"),
+            world.rank(),
+        )
         self._has_server = _has_server(dist.distributed_c10d._get_default_store())
-        self._training = threading.get_ident()
+        self._host, self._training = (platform.node(), os.getpid()), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
-        self._judges, self._beats, self._suspected, self._warned = False, {}, "", ("", 0.0)
-        self._digests_differ = False
+        self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
+        self._digests_differ = self._warned_of_steps = False
+        self._looked = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread. It ends with the process group, or with the process."""
+        self._store.keys.set(f"beat/{self._rank}", json.dumps(_Beat(0, _place(), {}, *self._host)))
+        with contextlib.suppress(OSError):
+            (crash_folder() / f"rank{self._rank}.json").unlink()  # of an earlier run
         self._thread.start()
         atexit.register(self._exit)
 
@@ -152,6 +168,7 @@ class Watchdog:
         if not self.failed.is_set() and not self._stop.is_set() and _is_of_back_end(error):
             self._broken = _short(error), time.monotonic()
             self.failed.wait(self.stuck_s + self.lost_s + 4 * self._poll_s)
+        self._broken = None  # if it is handled, this rank goes on
         return error if PROGRESS.failure is None else FullshardError(PROGRESS.failure)
 
     # ---------------------------------------------------------------- on the thread
@@ -163,19 +180,32 @@ class Watchdog:
             try:
                 self._look()
             except (RuntimeError, OSError) as error:
-                if dist.group.WORLD is self._world and self._since_stuck() is not None:
+                if isinstance(error, NotImplementedError):
+                    _logger.warning("rank %d: the watchdog has ended: %s", self._rank, error)
+                elif dist.group.WORLD is self._world and self._since_stuck() is not None:
                     self._fail(
                         "the store of the process groups is gone while this rank waits for collectives; the process "
                         f"that has it, rank 0 or the launcher, has probably ended ({error})"
                     )
                 break
+            except Exception as error:  # it must not end a run that is fine
+                _logger.warning("rank %d: the watchdog has ended: %s: %s", self._rank, type(error).__name__, error)
+                break
             if self.failed.is_set():
+                break
+            if len(PROGRESS.threads) > 1:
+                _logger.warning(
+                    "rank %d: several threads train; the watchdog, which watches one, has ended", self._rank
+                )
                 break
         self._stop.set()
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
         keys, now, place = self._store.keys, time.monotonic(), _place()
+        if now - self._looked > self.lost_s / 2:
+            self._beats.clear()  # all processes may have been paused
+        self._looked = now
         self._beat += 1
         failure = self._read("failure")
         if failure is not None:
@@ -191,7 +221,7 @@ class Watchdog:
             self._judges = False
         lasts = alarm > 0 and now - self._alarm[1] < 3 * self.stuck_s + self.lost_s
         if self._has_server or lasts:
-            keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat, place, _digests())))
+            keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat, place, _digests(), *self._host)))
         if self._has_server and not self._digests_differ and self._beat % _BEATS_PER_DIGEST == 0:
             self._digests_differ = self._compare_digests()
         is_stuck = self._since_stuck() is not None or self._digests_differ
@@ -209,9 +239,10 @@ class Watchdog:
 
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
-        ranks = {rank for log in PROGRESS.logs() if (group := log.group()) is not None for rank in _ranks_of(group)}
+        ranks = {rank for group, _ in _groups() for rank in _ranks_of(group)}
         reports: dict[int, Report] = {}
         lost: dict[int, str] = {}
+        hosts: dict[int, tuple[str, int]] = {}
         silent: list[int] = []
         while True:  # ranks of the groups of other ranks too
             for rank in ranks - reports.keys() - lost.keys() - set(silent):
@@ -221,8 +252,11 @@ class Watchdog:
                 number, report = self._read(f"report/{rank}") or (0, {})
                 if beat.exited:
                     reports[rank] = Report.from_json(report)
+                elif beat.number < 0:  # it has not come to its first forward
+                    reports[rank] = Report("runs", "what comes before its first forward", now - self._alarm[1])
                 elif now - self._beats[rank][1] > self.lost_s:
                     lost[rank] = beat.place
+                    hosts[rank] = beat.host, beat.process
                 elif number >= alarm:
                     reports[rank] = Report.from_json(report)
                 else:
@@ -231,15 +265,19 @@ class Watchdog:
             if further <= ranks:
                 break
             ranks |= further
+        for rank, (host, process) in hosts.items():  # a process may hold Python's lock for long
+            if any(each.host[0] == host and process in each.siblings for each in reports.values()):
+                reports[rank] = Report("runs", f"{lost.pop(rank)}, but does not answer", now - self._beats[rank][1])
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
         size, differ = self._world.size(), self._digests_differ
         verdict = judge(reports, lost, silent, world_size=size, digests_differ=differ)
-        suspected, self._suspected = self._suspected, ""
+        self._digests_differ = False  # until they are compared again
+        suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
             return
-        if verdict.kind == "deadlock" and verdict.message != suspected:
-            self._suspected = verdict.message  # if it is the same at the next comparison
+        if verdict.kind == "deadlock" and (verdict.message != suspected[0] or now - suspected[1] < self.lost_s):
+            self._suspected = suspected if verdict.message == suspected[0] else (verdict.message, now)
         elif verdict.is_final:
             value = json.dumps({"message": _failure(verdict), "ranks": sorted(ranks), "kind": verdict.kind})
             self._store.keys.compare_set("failure", "", value)
@@ -251,19 +289,32 @@ class Watchdog:
 
         They may match each other by their sizes, so that nobody is stuck, and results are wrong.
         """
-        for log in PROGRESS.logs():
-            group = log.group()
-            if group is None or group.rank() or group.size() == 1:
+        for group, log in _groups():
+            if group.rank():
                 continue
-            known = dict(list(log.snapshots))
+            known = {count: rest for count, *rest in list(log.snapshots)}
             for rank in _ranks_of(group):
                 digests = self._beat_of(rank).digests.get(group.group_name, ())
-                if any(known.get(count, digest) != digest for count, digest in digests):
+                both = [(known[count], digest, step, count) for count, digest, step in digests if count in known]
+                if any(own[0] != digest for own, digest, _, _ in both):
                     return True
+                for own, _, step, count in both:
+                    if own[1] != step:
+                        self._warn_of_steps(rank, own[1], step, count)
         return False
 
+    def _warn_of_steps(self, rank: int, own: int, other: int, count: int) -> None:
+        """Warn once that ranks launch the same collectives in different steps."""
+        if not self._warned_of_steps:
+            self._warned_of_steps = True
+            _logger.warning(
+                "rank %d has made %d optimizer steps and rank %d has made %d, before collective %d (from 0) of a "
+                "process group: unless that is meant, ranks have other numbers of microbatches, and results are wrong",
+                *(self._rank, own, rank, other, count - 1),
+            )
+
     def _beat_of(self, rank: int) -> _Beat:
-        return _Beat(*(self._read(f"beat/{rank}") or (0, "", {})))
+        return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {})))
 
     def _warn(self, verdict: Verdict, now: float) -> None:
         about = f"{verdict.kind} {verdict.culprits}"
@@ -272,24 +323,34 @@ class Watchdog:
             _logger.warning("%s", verdict.message)
 
     def _report(self, place: str, now: float) -> Report:
-        groups = {}
-        for log in PROGRESS.logs():
-            group = log.group()
-            if group is not None and log.count:
-                groups[group.group_name] = GroupReport(_ranks_of(group), *log.recent())
-        report = partial(Report, place=place, order=PROGRESS.order[-_UNITS_REPORTED:], groups=groups)
-        since, idle_s = self._since_stuck(), now - self._idle[2]
+        named = {log.index: str(group.group_name) for group, log in _groups()}
+        groups = {str(group.group_name): GroupReport(_ranks_of(group), *log.recent()) for group, log in _groups()}
+        waiting = PROGRESS.waiting
+        report = partial(
+            Report,
+            place=place,
+            waits_for=(named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None,
+            forwards=PROGRESS.forwards,
+            host=self._host,
+            siblings=_siblings(),
+            order=PROGRESS.order[-_UNITS_REPORTED:],
+            groups=groups,
+        )
+        since = self._since_stuck() if waiting is None else waiting[0]
+        idle_s = now - self._idle[2]
         if self._broken is not None:
             return report("broken", seconds=now - self._broken[1], error=self._broken[0])
         if PROGRESS.raised is not None:
-            return report("raised", seconds=idle_s, error=PROGRESS.raised)
+            number, error = PROGRESS.raised
+            return report("raised", seconds=idle_s, error=error, forwards=number)
         if since is not None:
             return report("waits", seconds=now - since)
         return report("runs", seconds=idle_s, foreign=self._foreign() if idle_s > self.stuck_s else None)
 
     def _since_stuck(self) -> float | None:
         """Return since when the training thread waits for collectives, if that is long enough to be stuck."""
-        now, since = time.monotonic(), PROGRESS.waiting
+        now, waiting = time.monotonic(), PROGRESS.waiting
+        since = None if waiting is None else waiting[0]
         if self._broken is not None:
             return self._broken[1]
         if since is None and now - self._idle[2] > self.stuck_s and communicates():
@@ -299,18 +360,17 @@ class Watchdog:
     def _foreign(self) -> str | None:
         """Return the function of torch.distributed in which the training thread is, and where the user called it."""
         frame: FrameType | None = sys._current_frames().get(self._training)
-        inside = None
+        if frame is None or not frame.f_code.co_filename.endswith(_WAITING_FILES):
+            return None  # it computes, maybe in other code of torch.distributed
+        inside = ""
         while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
-            if frame.f_code.co_filename.startswith(_DISTRIBUTED):
-                inside = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else inside
-            elif inside is None:
-                return None
-            elif frame.f_code.co_filename.startswith(_PACKAGE):
-                inside = f"{inside.partition(' ')[0]} of fullshard's {frame.f_code.co_name}"
+            name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(_PACKAGE)
+            if ours:
+                inside = f"{inside.partition(' ')[0]} of fullshard's {name}"
+            elif name != "wrapper" and " " not in inside:
+                inside = name
             frame = frame.f_back
-        if inside is None or frame is None:
-            return None
-        return f"{inside}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return None if frame is None else f"{inside}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     def _fail(self, message: str) -> None:
         """Have the training thread raise, wherever it waits for collectives."""
@@ -321,7 +381,7 @@ class Watchdog:
         self._stop.wait(2 * self._poll_s)  # the other ranks read why, before connections and the store close
         PROGRESS.failure = message
         self.failed.set()
-        groups = [group for log in PROGRESS.logs() if (group := log.group()) is not None]
+        groups = [group for group, _ in _groups()]
         for group in [*groups, self._world] if is_foreign else groups:
             if group.size() > 1:
                 abort(group)
@@ -339,6 +399,8 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Say that the process ends, and by which exception."""
+        if os.getpid() != self._host[1]:
+            return  # a child of it, which has no such thread
         self._stop.set()
         self._thread.join(timeout=self._poll_s + 1)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -349,7 +411,9 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, OSError):
             if dist.group.WORLD is self._world:
                 self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
-                self._store.keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat + 1, _place(), {}, exited=True)))
+                self._store.keys.set(
+                    f"beat/{self._rank}", json.dumps(_Beat(self._beat + 1, _place(), {}, *self._host, True))
+                )
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -388,13 +452,31 @@ class _Beat(NamedTuple):
 
     number: int
     place: str
-    digests: dict[str, list[tuple[int, int]]]  # counts of launches and their digests, by the name of the group
+    digests: dict[str, list[tuple[int, int, int]]]  # as ``LaunchLog.snapshots``, by the name of the group
+    host: str = ""
+    process: int = 0
     exited: bool = False  # the process has ended, after it has written a report
 
 
-def _digests() -> dict[str, list[tuple[int, int]]]:
-    logs = [(group, log) for log in PROGRESS.logs() if (group := log.group()) is not None]
-    return {group.group_name: list(log.snapshots)[-_DIGESTS_SHOWN:] for group, log in logs}
+def _groups() -> list[tuple[dist.ProcessGroup, LaunchLog]]:
+    """Return the process groups with launches that exist and were not destroyed, of several ranks."""
+    logs = [(group, log) for log in PROGRESS.logs() if (group := log.group()) is not None and log.count]
+    return [(group, log) for group, log in logs if group in dist.distributed_c10d._world.pg_map and group.size() > 1]
+
+
+def _digests() -> dict[str, list[tuple[int, int, int]]]:
+    return {group.group_name: list(log.snapshots)[-_DIGESTS_SHOWN:] for group, log in _groups()}
+
+
+def _siblings() -> list[int]:
+    """Return the processes of the same launcher, this one too, that run on this machine; empty if it is not known."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getppid() and state in "RSDI":
+                found.append(int(path.parent.name))
+    return found
 
 
 def _short(error: RuntimeError) -> str:
