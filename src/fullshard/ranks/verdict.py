@@ -170,7 +170,8 @@ def judge(
     if not stuck:
         return None
     wanted = _wanted(reports, stuck)
-    ended = [rank for rank in wanted if rank in reports and _has_left(reports[rank], [reports[r] for r in stuck])]
+    late = {rank: _late(reports, reports[rank]) for rank in stuck}
+    ended = [rank for rank in wanted if rank in reports and _has_left(rank, reports, late)]
     if ended:
         told = list_values({rank: reports[rank].doing for rank in ended})
         message = (
@@ -200,7 +201,6 @@ def judge(
     if any(report.state == "broken" for report in reports.values()):
         message = f"collectives failed although all ranks answer: the network between them may have failed. {now}"
         return Verdict("broken", message)
-    late = {rank: _late(reports, reports[rank]) for rank in stuck}
     if any(report.foreign is not None for report in reports.values()) and all(late.values()):
         culprits = sorted({each for of in late.values() for each in of if reports[each].foreign is not None})
         return Verdict("deadlock", f"all ranks wait, and none computes.{_order(reports)} {now} {_SAME_ORDER}", culprits)
@@ -218,11 +218,16 @@ def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     return wanted
 
 
-def _has_left(report: Report, stuck: Sequence[Report]) -> bool:
-    """Return True if a rank will not come to the forward that others are in: it has ended, or has raised in that."""
+def _has_left(rank: int, reports: Mapping[int, Report], late: Mapping[int, Sequence[int]]) -> bool:
+    """Return True if a rank will not come to the forward that others are in: it has ended, or has raised in that.
+
+    A rank that has ended may have issued all that others wait for.
+    """
+    report = reports[rank]
     if report.state == "exited":
-        return True
-    return report.state == "raised" and any(each.forwards <= report.forwards for each in stuck)
+        unknown = any(reports[each].waits_for is None for each in late)
+        return unknown or report.error is not None or any(rank in of for of in late.values())
+    return report.state == "raised" and any(reports[each].forwards <= report.forwards for each in late)
 
 
 def _launch(value: Sequence[Any]) -> Launch:

@@ -86,8 +86,13 @@ def watch() -> None:
     lost_s = seconds_from(LOST_VARIABLE, _LOST_S)
     if world is None or world.size() == 1 or not world._device_types or not stuck_s or _is_fake(world):
         return
-    PROGRESS.watchdog = Watchdog(world, stuck_s, lost_s)
-    PROGRESS.watchdog.start()
+    try:
+        watchdog = Watchdog(world, stuck_s, lost_s)
+        watchdog.start()
+    except (RuntimeError, OSError) as error:  # of a store that cannot be used by a thread
+        _logger.warning("rank %d has no watchdog: %s", world.rank(), error)
+        return
+    PROGRESS.watchdog = watchdog
 
 
 class Watchdog:
@@ -125,11 +130,8 @@ class Watchdog:
 
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
-        self._world, self._store, self._rank = (
-            world,
-            GroupStore.of(world, f"watchdog/{next(_generations)}"),
-            world.rank(),
-        )
+        self._world, self._rank = world, world.rank()
+        self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
         self._has_server = _has_server(dist.distributed_c10d._get_default_store())
         self._host, self._training = (platform.node(), os.getpid()), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
@@ -179,10 +181,8 @@ class Watchdog:
                 break
             try:
                 self._look()
-            except (RuntimeError, OSError) as error:
-                if isinstance(error, NotImplementedError):
-                    _logger.warning("rank %d: the watchdog has ended: %s", self._rank, error)
-                elif dist.group.WORLD is self._world and self._since_stuck() is not None:
+            except (dist.DistError, OSError) as error:
+                if dist.group.WORLD is self._world and self._since_stuck() is not None:
                     self._fail(
                         "the store of the process groups is gone while this rank waits for collectives; the process "
                         f"that has it, rank 0 or the launcher, has probably ended ({error})"
