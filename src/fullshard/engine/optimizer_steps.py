@@ -76,7 +76,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _count(units: list[Unit]) -> None:
     for runtime in each_runtime(units):
-        if runtime.largest_trained in units:
+        if runtime.largest_trained in [unit.ref for unit in units]:
             runtime.steps.optimizer_stepped()
 
 

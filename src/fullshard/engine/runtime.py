@@ -563,10 +563,10 @@ class Runtime:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     @cached_property
-    def largest_trained(self) -> Unit | None:
+    def largest_trained(self) -> weakref.ref[Unit] | None:
         """The unit with most elements that are trained, the same on all ranks."""
-        sizes = {u: sum(p.shape.numel for p in u.parameters if p.requires_grad) for u in self.units()}
-        return max(sizes, key=lambda unit: sizes[unit], default=None)
+        sizes = {u.ref: sum(p.shape.numel for p in u.parameters if p.requires_grad) for u in self.units()}
+        return max(sizes, key=lambda ref: sizes[ref], default=None)
 
     @property
     def busy(self) -> bool:
