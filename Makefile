@@ -39,7 +39,8 @@ SOME_ON_ACCELERATOR := \
 	$(call of,optim/test_step_overlap,order same_bits writes_after_the_step \
 		wrapper gradients_land_in_inference_mode) \
 	$(call of,checkpoint/test_save_load,any_kind_continues_what_another_saved background_saves_use_the_same_memory_again) \
-	$(call of,training/test_copies_and_pickling,deepcopy)
+	$(call of,training/test_copies_and_pickling,deepcopy) \
+	$(call of,test_tracing,a_trace what_a_trace_refuses)
 
 .PHONY: help train test test-accelerator test-clients fuzz golden lint docs bench gpu clean
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +31,10 @@ from fullshard.progress import PROGRESS
 __all__ = [
     "Buffer",
     "CommStream",
+    "DeviceClock",
     "DeviceCommStream",
     "Event",
+    "HostClock",
     "HostCommStream",
     "HostValue",
     "HostWork",
@@ -56,6 +59,7 @@ __all__ = [
     "run_on",
     "stream_waiter",
     "to_host",
+    "traced_wait",
     "uses_accelerator",
     "wait_for_all",
 ]
@@ -378,14 +382,18 @@ class HostCommStream:
 
 
 class _DeviceWork:
-    __slots__ = ("_done", "_owner", "_spare", "_waited")
+    __slots__ = ("_done", "_launched", "_owner", "_spare", "_waited")
 
-    def __init__(self, done: torch.Event, owner: torch.Stream, spare: list[torch.Event]) -> None:
+    def __init__(
+        self, done: torch.Event, owner: torch.Stream, spare: list[torch.Event], launched: tuple[int, int]
+    ) -> None:
         self._done, self._owner, self._spare, self._waited = done, owner, spare, False
+        self._launched = launched
 
     def wait(self) -> None:
-        current = torch.accelerator.current_stream(self._done.device)
-        current.wait_event(self._done)
+        with traced_wait(self._launched):
+            current = torch.accelerator.current_stream(self._done.device)
+            current.wait_event(self._done)
         self._waited |= current == self._owner
 
     def synchronize(self) -> None:
@@ -396,6 +404,27 @@ class _DeviceWork:
         if not self._waited:
             self._owner.wait_event(self._done)
         self._spare.append(self._done)
+
+
+@contextlib.contextmanager
+def _in_trace(launched: tuple[int, int]) -> Iterator[None]:
+    PROGRESS.note("wait", PROGRESS.unit or "", *launched)
+    try:
+        yield
+    finally:
+        PROGRESS.note("waited", PROGRESS.unit or "", *launched)
+
+
+def traced_wait(launched: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the current stream waits, which a trace records if one runs.
+
+    Args:
+        launched: Group and number of the last launch that it waits for; -1 for copies.
+    """
+    return _NOTHING if PROGRESS.traced is None else _in_trace(launched)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class DeviceCommStream:
@@ -441,12 +470,16 @@ class DeviceCommStream:
             _order(compute, self._stream)
         else:
             self._stream.wait_event(after)
+        before = PROGRESS.launched
         try:
             with self._stream:
                 if after is not None and allocate is not None:
                     allocate()  # from this stream's own pool: its blocks were last used before the event
                 for work in launch():
                     work.wait()
+                launched = PROGRESS.launched if PROGRESS.launched != before else (-1, -1)
+                if PROGRESS.traced is not None:
+                    PROGRESS.note("arrived", "", *launched)
                 finish()
         except BaseException:
             _order(self._stream, compute)  # launched work uses memory that the caller is about to free
@@ -456,7 +489,7 @@ class DeviceCommStream:
         self._stream.record_event(done)
         self.captures = _is_capturing(self.device)
         self._last = None if self.captures else done  # the host cannot wait for an event within a graph
-        return _DeviceWork(done, compute, self._spare)
+        return _DeviceWork(done, compute, self._spare, launched)
 
     def synchronize(self) -> None:
         """Block the host until the last issued work is done."""
@@ -537,6 +570,46 @@ class HostValue:
         if self._copied is not None and not self._copied.query():
             return None
         return float(self._host)
+
+
+class HostClock:
+    """What time it is on the host."""
+
+    mark = staticmethod(time.time)
+
+    def seconds(self, mark: float) -> float:
+        """Return the time of a mark in seconds since 1970."""
+        return mark
+
+
+class DeviceClock:
+    """When the current streams of an accelerator get to marks, which the host need not wait for.
+
+    It waits for the device as it is made, and in ``seconds``.
+    """
+
+    _first: torch.Event
+    _since: float  # 1970, when the device got to the first mark
+
+    def __init__(self) -> None:
+        torch.accelerator.synchronize()
+        self._first = self._event()
+        self._first.synchronize()
+        self._since = time.time()
+
+    @staticmethod
+    def _event() -> torch.Event:
+        stream = torch.accelerator.current_stream()
+        return stream.record_event(torch.Event(stream.device, enable_timing=True))
+
+    def mark(self) -> torch.Event | None:
+        """Mark the end of what is on the current stream now. None while a graph is captured, which would keep it."""
+        return None if _is_capturing(torch.accelerator.current_stream().device) else self._event()
+
+    def seconds(self, mark: torch.Event) -> float:
+        """Return the time at which its stream got to a mark, in seconds since 1970."""
+        _synchronize(mark)
+        return self._since + self._first.elapsed_time(mark) / 1e3
 
 
 def stream_waiter(device: torch.device) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fullshard.errors import FullshardError
@@ -52,7 +52,7 @@ class Event(NamedTuple):
         microbatch: Forwards of the root before it in that step.
         kind: ``"forward"``, ``"backward"``, a kind of collective that was launched, ``"wait"`` and ``"waited"`` for
             collectives, ``"raised"``, or what the process is in. In a trace also ``"begin"`` and ``"end"`` of the
-            engine's operations, and ``"memory"``.
+            engine's operations, ``"arrived"`` for collectives of an accelerator, and ``"memory"``.
         what: Names of units, ``""`` for the root; an error; an operation; or bytes that a buffer has taken or freed.
         group: Number of the process group of a collective, as of ``Progress.groups``; -1: it is no collective.
         number: Number of a launch in its group, which is the same on all ranks; of a wait, that of the last launch that
@@ -134,7 +134,7 @@ class Progress:
     phase: str  # "forward", "backward", ...
     unit: str | None  # that it is in, "" for the root; None: no unit's
     events: deque[tuple[float, int, int, str, str, int, int]]  # the last ones, as of ``Event``
-    traced: list[tuple[float, int, int, str, str, int, int]] | None  # all since a trace began; None: no trace runs
+    traced: Callable[[tuple[float, int, int, str, str, int, int]], object] | None  # called with each; None: no trace
     launched: tuple[int, int]  # group and number of the last launch
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
     forwards: int  # outermost ones that have begun
@@ -176,7 +176,7 @@ class Progress:
         event = (time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number)
         self.events.append(event)
         if self.traced is not None:
-            self.traced.append(event)
+            self.traced(event)
 
     def leave(self, phase: str) -> None:
         """A phase of the whole model has ended."""
@@ -231,8 +231,8 @@ class Progress:
 
     def end_wait(self) -> None:
         """The host has waited, or collectives have failed."""
-        self.waiting = None
-        self.note("waited", self.unit or "")
+        launched, self.waiting = (-1, -1) if self.waiting is None else self.waiting[1:], None
+        self.note("waited", self.unit or "", *launched)
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one of collectives: what the watchdog knows about its cause, or ``error``."""

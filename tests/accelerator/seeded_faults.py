@@ -313,7 +313,7 @@ def comm_stream(
         elif done == "compute":
             compute.record_event(event)
         self._last = event
-        return memory._DeviceWork(event, compute, [])
+        return memory._DeviceWork(event, compute, [], (-1, -1))
 
     return lambda patch: patch.setattr(DeviceCommStream, "issue", issue)
 

@@ -378,7 +378,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     auto& own = *static_cast<EventState*>(*event);
     auto& of = state.of(stream);
     join(of.clock, state.host_clock);
-    own = EventState{of.clock, of.actor, of.capturing};
+    own = EventState{of.clock, of.actor, of.capturing, 0, std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     Entry entry;
@@ -422,8 +422,10 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<EventState*>(event);
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
-    return 0.001;
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    // Of the host, which is how long this device takes: kernels are through as they are launched.
+    const auto between = static_cast<EventState*>(second)->recorded - static_cast<EventState*>(first)->recorded;
+    return std::chrono::duration<double, std::milli>(between).count();
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     DeviceAllocatorImpl::self().recordStream(pointer, stream);

@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -74,6 +75,7 @@ struct EventState {
   int actor = -1;
   bool capturing = false; // recorded during a capture
   int queries = 0;
+  std::chrono::steady_clock::time_point recorded;
 };
 
 // Counts of a period, for tests; with the stacks of what was counted.

@@ -3,7 +3,8 @@
 [Note: Reasons of exposed communication]
 A rank waits for a collective from w to e. Some rank was the last to issue it, at time t. Up to t the wait is for that
 rank (``slow peer``). The rest is the time of the messages: ``late issue`` if this rank has itself issued the collective
-only just before it waited, so that nothing could hide it, else ``slow link``.
+only just before it waited, so that nothing could hide it, else ``slow link``. Waits of an accelerator for copies, as of
+parameters and optimizer state that are offloaded to the host, are ``slow link``, too.
 
 [Note: Late ranks]
 Ranks that wait for each other take equally long, so durations do not tell who is slow; times of arrival do. Since its
@@ -71,8 +72,14 @@ def exposed_waits(
     """
     found: dict[tuple[str, str], Exposed] = {}
     for segment in segments:
-        own = launches[rank].get((segment.group, segment.number)) if segment.activity == "wait" else None
-        if own is None:
+        if segment.activity != "wait":
+            continue
+        if segment.group < 0:
+            copies = found.setdefault(("copy", segment.units), Exposed("copy", segment.units))
+            copies.count, copies.slow_link = copies.count + 1, copies.slow_link + segment.seconds
+            continue
+        own = launches[rank].get((segment.group, segment.number))
+        if own is None:  # issued before the trace
             continue
         exposed = found.setdefault((own.kind, own.units), Exposed(own.kind, own.units))
         arrivals = {r: of[segment.group, segment.number].time for r, of in launches.items() if _has(of, segment)}

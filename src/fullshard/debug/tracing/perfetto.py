@@ -20,7 +20,7 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """Return the events in the Trace Event Format, with times in microseconds since the first one."""
     start = min((own[0].begin for own in segments.values() if own), default=0.0)
-    spans, collectives = _spans(segments, start), _collectives(segments, launches, start)
+    spans, collectives = _spans(segments, start), _collectives(launches, start)
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [*_names(segments), *spans, *collectives, *_memory(memory, start)],
@@ -54,23 +54,14 @@ def _spans(segments: Mapping[int, Sequence[Segment]], start: float) -> Iterator[
             yield _complete(rank, 0, name, segment.activity, segment.begin - start, segment.seconds, arguments)
 
 
-def _collectives(
-    segments: Mapping[int, Sequence[Segment]], launches: Mapping[int, Mapping[tuple[int, int], Launched]], start: float
-) -> Iterator[dict[str, Any]]:
-    """From the issue of each collective to the end of the wait for it: it may have ended before."""
+def _collectives(launches: Mapping[int, Mapping[tuple[int, int], Launched]], start: float) -> Iterator[dict[str, Any]]:
+    """From the issue of each collective to its end, as far as that is known."""
     for rank, own in launches.items():
-        ends = {(s.group, s.number): s.end for s in segments[rank] if s.activity == "wait"}
-        for key, launched in own.items():
-            if key in ends:
-                span = launched.time - start, ends[key] - launched.time
-                yield _complete(
-                    rank,
-                    _THREAD_OF[launched.kind],
-                    launched.units or "the root",
-                    launched.kind,
-                    *span,
-                    {"number": key[1]},
-                )
+        for (_, number), launched in own.items():
+            if launched.end is not None:
+                span = launched.time - start, launched.end - launched.time
+                thread, name = _THREAD_OF[launched.kind], launched.units or "the root"
+                yield _complete(rank, thread, name, launched.kind, *span, {"number": number})
 
 
 def _complete(

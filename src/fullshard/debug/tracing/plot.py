@@ -50,17 +50,16 @@ def draw_step(
             used[kind] = None
             span = (1e3 * (segment.begin - start), 1e3 * segment.seconds)
             axes.broken_barh([span], (row - 0.05, 0.4), facecolors=_COLORS[kind])
-        ends = {(s.group, s.number): s.end for s in shown[rank] if s.activity == "wait"}
-        for key, end in ends.items():
-            launched = launches[rank].get(key)
-            if launched is not None:
+        stop = shown[rank][-1].end if shown[rank] else start
+        for launched in launches[rank].values():
+            if launched.end is not None and start < launched.end and launched.time < stop:
                 used[launched.kind] = None
-                span = (1e3 * (launched.time - start), 1e3 * (end - launched.time))
+                span = (1e3 * (launched.time - start), 1e3 * (launched.end - launched.time))
                 place = (row - 0.46, 0.18) if launched.kind == "all_gather" else (row - 0.26, 0.18)
                 axes.broken_barh([span], place, facecolors=_COLORS[launched.kind])
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
-    axes.set_title(f"Step {step}: all-gathers and reductions until their wait has ended; below, the training thread")
+    axes.set_title(f"Step {step}: all-gathers and reductions; below, what the rank computes and waits for")
     end = max((own[-1].end for own in shown.values() if own), default=0.0)
     for rank in ranks:
         during = [(1e3 * (moment - start), nbytes / 2**20) for moment, nbytes in memory[rank] if start <= moment <= end]

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -16,11 +17,11 @@ from fullshard.debug.tracing.perfetto import chrome_trace
 from fullshard.debug.tracing.plot import draw_step
 from fullshard.debug.tracing.timeline import Launched, Segment, launches, memory, segments
 from fullshard.errors import FullshardError
-from fullshard.memory import uses_accelerator
+from fullshard.memory import DeviceClock, HostClock, uses_accelerator
 from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.agreement import gather, raise_on_all
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Clock", "Trace", "recorded", "trace"]
 
 _SHOWN = 12
 
@@ -29,7 +30,8 @@ class Trace:
     """What a trace has recorded, on all ranks; complete when its context has ended.
 
     Attributes:
-        segments: By rank: what its training thread did, from the first event to the last, without gaps.
+        segments: By rank: what its training thread (on an accelerator, its current stream) did, from the first event to
+            the last, without gaps.
         launches: By rank: its collectives, by number of their process group and number in that.
         memory: By rank: bytes of the engine's buffers over time, beyond the least that they had.
     """
@@ -85,6 +87,31 @@ class Trace:
             yield "No rank is late for any unit"
 
 
+class Clock(Protocol):
+    """Where times of events are taken: on the host, or on an accelerator's streams."""
+
+    def mark(self) -> Any:
+        """Mark the present; None if that is not possible now."""
+
+    def seconds(self, mark: Any) -> float:
+        """Return the time of a mark, when it is over, in seconds since 1970."""
+
+
+@contextlib.contextmanager
+def recorded(clock: Clock) -> Iterator[list[Event]]:
+    """Record the events of this rank. The list has them when the context ends."""
+    found: list[Event] = []
+    marked: list[tuple[Any, tuple[float, int, int, str, str, int, int]]] = []
+    PROGRESS.traced = lambda event: marked.append((clock.mark(), event))
+    PROGRESS.enter("user code", None)
+    try:
+        yield found
+    finally:
+        PROGRESS.enter("the end of the trace", None)
+        PROGRESS.traced = None
+    found += [Event(*event)._replace(time=clock.seconds(mark)) for mark, event in marked if mark is not None]
+
+
 @contextlib.contextmanager
 def trace(folder: str | Path) -> Iterator[Trace]:
     """Record what each rank does while the context is open, and write what came of it to a folder.
@@ -93,8 +120,9 @@ def trace(folder: str | Path) -> Iterator[Trace]:
     communication that nothing hides, by unit and reason, and ranks that are late; and ``step.png``, compute,
     communication and memory of one step (with matplotlib). The table is also what ``print(trace.table())`` shows.
 
-    Times are those of the host, which on CPUs also computes and waits. All ranks open and close the context together,
-    between steps: both are collectives. The end of a collective is only seen when it is waited for.
+    On CPUs times are those of the host, which also computes and waits; the end of a collective is only seen when it is
+    waited for. On accelerators they are those of events on the streams, for which the host does not wait before the
+    context ends. All ranks open and close the context together, between steps: both are collectives.
 
     Args:
         folder: Is made if it does not exist. Rank 0 writes.
@@ -103,7 +131,8 @@ def trace(folder: str | Path) -> Iterator[Trace]:
         The trace, which is empty until the context ends.
 
     Raises:
-        FullshardError: If a trace runs already, or the model is on an accelerator, whose times the host does not know.
+        FullshardError: If a trace runs already, the first forward on an accelerator was inside the context, or the
+            files cannot be written.
 
     Example:
         ```python
@@ -121,25 +150,17 @@ def trace(folder: str | Path) -> Iterator[Trace]:
     """
     if PROGRESS.traced is not None:
         raise FullshardError("a trace runs already; end its context first")
-    if uses_accelerator():
-        raise FullshardError(
-            "trace: expected ranks that compute on CPUs; the host does not know the times of accelerators"
-        )
-    found = Trace()
+    found, on_accelerator = Trace(), uses_accelerator()
+    clock: Clock = DeviceClock() if on_accelerator else HostClock()
     shift = _clock_shift()
-    recorded: list[tuple[float, int, int, str, str, int, int]] = []
-    PROGRESS.traced = recorded
-    PROGRESS.enter("user code", None)
-    try:
+    with recorded(clock) as events:
         yield found
-    finally:
-        PROGRESS.enter("the end of the trace", None)
-        PROGRESS.traced = None
-    own = [Event(*event)._replace(time=event[0] - shift) for event in recorded]
-    for rank, events in gather(own, None).items():
-        found.add(rank, events)
     failure: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if uses_accelerator() and not on_accelerator:
+        failure = FullshardError("trace: expected the first forward on an accelerator before the trace, not inside")
+    for rank, of_rank in gather([event._replace(time=event.time - shift) for event in events], None).items():
+        found.add(rank, of_rank)
+    if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
         try:
             _write(found, Path(folder))
         except OSError as error:

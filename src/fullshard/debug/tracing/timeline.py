@@ -10,7 +10,8 @@ from fullshard.progress import Event
 __all__ = ["COLLECTIVES", "Launched", "Segment", "launches", "memory", "segments"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-_NO_PHASE = (*COLLECTIVES, "begin", "end", "wait", "waited", "raised", "memory")
+_OF_OTHER_STREAMS = (*COLLECTIVES, "arrived", "memory")  # on accelerators, or at no time of their own
+_NO_PHASE = (*_OF_OTHER_STREAMS, "begin", "end", "wait", "waited", "raised")
 
 
 class Segment(NamedTuple):
@@ -48,7 +49,8 @@ class Launched(NamedTuple):
     """Collectives that a rank has issued together.
 
     Attributes:
-        time: When it began to issue them, in seconds since 1970.
+        time: When it began to issue them (on an accelerator: when their stream got to them), in seconds since 1970.
+        end: When they were through; on CPUs, when the rank had waited for them. None if it did not.
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         units: Names of units.
         after: Phase and units of what the rank computed before.
@@ -58,6 +60,7 @@ class Launched(NamedTuple):
     kind: str
     units: str
     after: tuple[str, str]
+    end: float | None = None
 
 
 def segments(events: Sequence[Event]) -> list[Segment]:
@@ -66,7 +69,9 @@ def segments(events: Sequence[Event]) -> list[Segment]:
     phase, unit = "before the trace", ""
     operations: list[str] = []  # of the engine, that have begun and not ended
     waits: tuple[int, int] | None = None
-    for event, after in zip(events, [*events[1:], None], strict=True):
+    own, now = [event for event in events if event.kind not in _OF_OTHER_STREAMS], 0.0
+    for event, after in zip(own, [*own[1:], None], strict=True):
+        now = max(now, event.time)  # streams of a user's, each with its own time
         if event.kind == "begin":
             operations.append(event.what)
         elif event.kind == "end":
@@ -78,11 +83,11 @@ def segments(events: Sequence[Event]) -> list[Segment]:
             waits = None
         elif event.kind not in _NO_PHASE:
             phase, unit = event.kind, event.what
-        if after is None or after.time <= event.time:
+        if after is None or after.time <= now:
             continue
         activity = "wait" if waits is not None else "engine" if operations else "compute"
         units = operations[-1].partition(" ")[2] if operations else unit
-        span = event.time, after.time, event.step, event.microbatch
+        span = now, after.time, event.step, event.microbatch
         found.append(Segment(*span, activity, phase, units, *(waits or (-1, -1))))
     return found
 
@@ -94,6 +99,10 @@ def launches(events: Sequence[Event]) -> dict[tuple[int, int], Launched]:
     for event in events:
         if event.kind in COLLECTIVES:
             found[event.group, event.number] = Launched(event.time, event.kind, event.what, (phase, unit))
+        elif event.kind in ("arrived", "waited"):
+            launched = found.get((event.group, event.number))
+            if launched is not None and launched.end is None:
+                found[event.group, event.number] = launched._replace(end=event.time)
         elif event.kind not in _NO_PHASE:
             phase, unit = event.kind, event.what
     return found
@@ -107,4 +116,4 @@ def memory(events: Sequence[Event]) -> list[tuple[float, int]]:
             total += int(event.what)
             found.append((event.time, total))
     least = min([0, *(each for _, each in found)])
-    return [(moment, each - least) for moment, each in found]
+    return sorted(((moment, each - least) for moment, each in found), key=lambda each: each[0])
