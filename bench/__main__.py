@@ -26,6 +26,7 @@ BENCHMARKS = {
     "page_faults": "bench.training.page_faults",
     "scaling": "bench.scaling.driver",
     "quantization": "bench.quantization",
+    "diagnosis": "bench.diagnosis.driver",
     "wrap_model": "bench.wrap_model",
     "accelerate_step": "bench.training.accelerate_step",
     "gpu": "bench.gpu.driver",

@@ -224,31 +224,33 @@ def test_training_goes_on_after_a_slow_rank(ranks: RankPool, front_end: str) -> 
         assert "on rank 2. Training goes on" in line
 
 
-def train_out_of_step(rank: Rank) -> list[str]:
-    """Rank 2 leaves out one microbatch; collectives match, and nobody is ever stuck."""
-    warned: list[str] = []
-    logging.getLogger(watchdog.__name__).addFilter(lambda record: warned.append(record.getMessage()) is None)
+def train_out_of_step(rank: Rank, odd: str) -> str:
+    """Rank 2 leaves something out; collectives match, and nobody is ever stuck."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_has_server", lambda store: True)
         patch.setattr(watchdog, "_POLL_S", 0.1)
         model = fully_shard(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(150):
-            for microbatch in range(2):
-                if step != 1 or microbatch or rank.rank != ODD:
-                    step_of(model)
-            optimizer.step()
-            time.sleep(0.02)
-        if rank.rank == ODD:
-            step_of(model)
-    return warned
+        try:
+            for step in range(1000):
+                for microbatch in range(2):
+                    if odd != "microbatch" or step != 1 or microbatch or rank.rank != ODD:
+                        step_of(model)
+                if odd != "optimizer" or step % 10 != 1 or rank.rank != ODD:
+                    optimizer.step()
+                time.sleep(0.02)
+        except FullshardError as error:
+            return str(error)
+    return "trained"
 
 
-def test_ranks_that_are_out_of_step(ranks: RankPool) -> None:
-    """They compute with parameters of different steps, which is warned of."""
-    warned = [each for own in ranks(4, train_out_of_step, fresh=True) for each in own]
-    assert len(warned) == 1
-    assert re.match(r"rank 0 has made \d+ optimizer steps and rank 2 has made \d+, before collective \d+", warned[0])
+@pytest.mark.parametrize("odd", ["microbatch", "optimizer"])
+def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str) -> None:
+    """They gather shards of different steps into one parameter, and do not go on."""
+    told = ranks(4, train_out_of_step, odd, fresh=True)
+    assert len(set(told)) == 1
+    where = r"(all-gather|reduce-scatter) of the root \(step \d+, microbatch \d\) on rank"
+    assert re.search(rf"in different optimizer steps, .* is {where}s 0, 1, 3; {where} 2\. Now: ", told[0]), told[0]
 
 
 # -------------------------------------------------------------------- correct programs
@@ -409,9 +411,9 @@ def test_a_correct_program_is_not_ended(ranks: RankPool, program: Any) -> None:
 # -------------------------------------------------------------------- reasons
 
 
-def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), **further: Any) -> Report:
+def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, **further: Any) -> Report:
     """A rank that has launched all-gathers of ``units`` in turns."""
-    launches = [Launch("all_gather", (units[number % len(units)],), 0, 0) for number in range(count)]
+    launches = [Launch("all_gather", (units[number % len(units)],), step, 0) for number in range(count)]
     return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches)}, **further)
 
 
@@ -441,7 +443,12 @@ def test_reasons() -> None:
     foreign = report("runs", 4, foreign="all_reduce, called at train.py:3")
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
-    assert judge({0: foreign, 1: foreign}, {}, world_size=2, digests_differ=True) is None
+    assert judge({0: foreign, 1: foreign}, {}, world_size=2, mismatch="differ") is None
+    behind = report("runs", 5, step=2)
+    verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, world_size=3, mismatch="out of step")
+    assert verdict is not None and (verdict.kind, verdict.culprits) == ("out of step", [0]) and verdict.is_final
+    assert judge({0: behind, 1: behind}, {}, world_size=2, mismatch="out of step") is None  # by what is still known
+    assert judge({0: report("runs", 7), 1: behind}, {}, world_size=2) is None
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

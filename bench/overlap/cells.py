@@ -144,14 +144,10 @@ class Stepper:
 
 def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, warmup: int = 3) -> Measured:
     """Build everyone on one fabric and let them take turns."""
-    costs = [UnitCosts(u.forward, u.backward, 0, 0, 0, u.numel * ELEMENT) for u in cell.units] or _timed_costs(cell)
+    network, costs = network_of(cell)
     computation = sum(cost.forward + cost.backward for cost in costs)
-    bandwidth = sum(cost.nbytes * 3 for cost in costs) * 7 / 8 / (cell.ratio * computation)
-    like = "nccl" if cell.device == STREAMS else "collective"
-    network = Network(bandwidth, latency=LATENCY, hop_latency=HOP_LATENCY, like=like)  # type: ignore[arg-type]
-    costs = [_on(network, cost, cell.ranks) for cost in costs]
     result = Measured(costs, network, {}, {}, resident=0 if cell.units else costs[0].nbytes)
-    with _fabric(cell, network) as fabric:
+    with fabric_of(cell, network) as fabric:
         known = {system.name: system for system in systems}
 
         def warmed_up(name: str) -> Stepper:
@@ -168,6 +164,16 @@ def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, 
         factor = spread(result.steps.pop(PLAIN)).median / computation
         result.costs = [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in costs]
     return result
+
+
+def network_of(cell: Cell) -> tuple[Network, list[UnitCosts]]:
+    """The network of a cell, and what its units cost on it."""
+    costs = [UnitCosts(u.forward, u.backward, 0, 0, 0, u.numel * ELEMENT) for u in cell.units] or _timed_costs(cell)
+    computation = sum(cost.forward + cost.backward for cost in costs)
+    bandwidth = sum(cost.nbytes * 3 for cost in costs) * 7 / 8 / (cell.ratio * computation)
+    like = "nccl" if cell.device == STREAMS else "collective"
+    network = Network(bandwidth, latency=LATENCY, hop_latency=HOP_LATENCY, like=like)  # type: ignore[arg-type]
+    return network, [_on(network, cost, cell.ranks) for cost in costs]
 
 
 def _on(network: Network, cost: UnitCosts, ranks: int) -> UnitCosts:
@@ -206,7 +212,8 @@ def _timed_costs(cell: Cell) -> list[UnitCosts]:
 
 
 @contextlib.contextmanager
-def _fabric(cell: Cell, network: Network) -> Iterator[Fabric]:
+def fabric_of(cell: Cell, network: Network) -> Iterator[Fabric]:
+    """Be a rank of the cell as long as the block lasts."""
     clock = CLOCKS[cell.clock]()
     with contextlib.ExitStack() as stack:
         device: Any = HostDevice(clock)

@@ -18,6 +18,8 @@ from unittest import mock
 import torch
 
 from bench.simulators.clocks import Passage, SkippingClock
+from fullshard.memory import traced_wait
+from fullshard.progress import PROGRESS
 
 
 @dataclass(eq=False)
@@ -225,11 +227,23 @@ def simulated_streams(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-class SimulatedLane:
-    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams.
+@dataclass(frozen=True)
+class _Ticket:
+    """An event for which the current stream waits, as a trace sees it."""
 
-    Its tickets are events, for which the current stream waits.
-    """
+    event: SimulatedEvent
+    launched: tuple[int, int]
+
+    def wait(self) -> None:
+        with traced_wait(self.launched):
+            self.event.wait()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class SimulatedLane:
+    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams."""
 
     _device: SimulatedDevice
     _stream: SimulatedStream
@@ -244,16 +258,18 @@ class SimulatedLane:
         *,
         allocate: Callable[[], None] | None = None,
         after: Any = None,
-    ) -> SimulatedEvent:
+    ) -> _Ticket:
         """See ``fullshard.memory.DeviceCommStream.issue``."""
         if allocate is not None:
             allocate()
         self._stream.wait_event(after if after is not None else self._device.current.record_event())
+        before = PROGRESS.launched
         with self._device.on(self._stream):
             for work in launch():
                 work.wait()
+            launched = PROGRESS.arrived(before)
             finish()
-            return self._stream.record_event()
+            return _Ticket(self._stream.record_event(), launched)
 
     def synchronize(self) -> None:
         """See ``fullshard.memory.DeviceCommStream.synchronize``."""

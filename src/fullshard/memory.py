@@ -477,9 +477,7 @@ class DeviceCommStream:
                     allocate()  # from this stream's own pool: its blocks were last used before the event
                 for work in launch():
                     work.wait()
-                launched = PROGRESS.launched if PROGRESS.launched != before else (-1, -1)
-                if PROGRESS.traced is not None:
-                    PROGRESS.note("arrived", "", *launched)
+                launched = PROGRESS.arrived(before)
                 finish()
         except BaseException:
             _order(self._stream, compute)  # launched work uses memory that the caller is about to free

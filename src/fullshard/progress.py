@@ -74,13 +74,14 @@ class LaunchLog:
     group: weakref.ref[Any]
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
-    digest: int  # of the kinds and units of all of them; steps and microbatches may differ: ranks may evaluate alone
+    digest: int  # of the kinds and units of all of them; steps of roots may differ: ranks may evaluate alone
+    steps: int  # by optimizers, of the largest trained units that are sharded over the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
     _recent: deque[_Launch]
     _codes: dict[tuple[str, tuple[str, ...]], bytes]
 
     def __init__(self, group: Any, index: int) -> None:
-        self.group, self.index, self.count, self.digest = weakref.ref(group), index, 0, 0
+        self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
         self._codes = {}
 
@@ -93,7 +94,7 @@ class LaunchLog:
         self.digest = zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
-            self.snapshots.append((self.count, self.digest, step))
+            self.snapshots.append((self.count, self.digest, self.steps))
 
     def recent(self) -> tuple[int, list[Launch]]:
         """Return the number of the first launch that is still known, and those from it on. Called by other threads."""
@@ -223,6 +224,17 @@ class Progress:
         log.add(kind, names, self.steps.step, max(self.steps.microbatch, 0))
         self.launched = log.index, log.count - 1
         self.note(kind, ", ".join(names), *self.launched)
+
+    def arrived(self, before: tuple[int, int]) -> tuple[int, int]:
+        """Collectives on the current stream of an accelerator are through. Returns group and number of the last.
+
+        Args:
+            before: ``launched`` before they were. If it is the same they were none, and -1 is returned.
+        """
+        launched = (-1, -1) if self.launched == before else self.launched
+        if self.traced is not None:
+            self.note("arrived", "", *launched)
+        return launched
 
     def begin_wait(self, launched: tuple[int, int]) -> None:
         """The host waits for collectives, the last of which is ``launched``."""

@@ -33,9 +33,16 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "progress.py",
-        "            self.snapshots.append((self.count, self.digest, step))\n",
+        "            self.snapshots.append((self.count, self.digest, self.steps))\n",
         "            self.snapshots.append((self.count, self.digest, 0))\n",
         "A rank that is a microbatch ahead trains with parameters of other steps, and nobody is told.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "engine/optimizer_steps.py",
+        "                    unit.mesh.transport.log.steps += 1\n",
+        "                    unit.mesh.transport.log.steps = 1\n",
+        "A rank leaves out steps of the optimizer, and shards of several steps are gathered into one parameter.",
         ("test_watchdog.py",),
     ),
     Fault(

@@ -76,8 +76,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _count(units: list[Unit]) -> None:
     for runtime in each_runtime(units):
-        if runtime.largest_trained in [unit.ref for unit in units]:
-            runtime.steps.optimizer_stepped()
+        for unit in units:
+            if unit.ref == runtime.largest_trained:
+                runtime.steps.optimizer_stepped()
+                if unit.mesh.transport.log is not None:
+                    unit.mesh.transport.log.steps += 1
 
 
 @functools.cache

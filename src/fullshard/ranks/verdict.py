@@ -5,6 +5,7 @@ All ranks of a process group have to launch the same collectives in the same ord
 are stuck for one of these reasons, which are looked for in this order:
 
 - ``differ``: the launches of a group differ at a number that two ranks have come to. They will never match.
+- ``out of step``: they match, but belong to different optimizer steps. Nobody need be stuck.
 - ``raised``, ``exited``: a rank that others wait for has left the forward that they are in, or its backward, by an
   exception, or its process has ended.
 - ``lost``: the process of such a rank does not answer any more.
@@ -139,7 +140,7 @@ def judge(
     silent: Collection[int] = (),
     *,
     world_size: int,
-    digests_differ: bool = False,
+    mismatch: str = "",
 ) -> Verdict | None:
     """Return why ranks are stuck.
 
@@ -148,13 +149,14 @@ def judge(
         lost: Ranks that do not answer any more, and the place where they were last; empty if it is not known.
         silent: Ranks that may answer yet.
         world_size: Ranks of the job. A rank may wait for one that uses no fullshard, about which nothing is known.
-        digests_differ: Digests of launches differ, whether or not a rank is stuck.
+        mismatch: How launches differ, whether or not a rank is stuck: ``"differ"``, ``"out of step"``; empty if they do
+            not, as far as is known.
 
     Returns:
         The reason; None if it is not known yet, or if nobody is stuck.
     """
     stuck = [rank for rank, report in reports.items() if report.state in ("waits", "broken")]
-    if not stuck and not digests_differ:
+    if not stuck and not mismatch:
         return None
     waiting = f"{list_ranks(stuck)} wait{'s' * (len(stuck) == 1)}"
     doing = {rank: report.doing for rank, report in reports.items()}
@@ -167,6 +169,14 @@ def judge(
             f"the ranks launch different collectives, which never match: {told}.{_order(reports)} {now} {_SAME_ORDER}"
         )
         return Verdict("differ", message, culprits)
+    if mismatch == "out of step" and (difference := _steps(reports)) is not None:
+        culprits, told = difference
+        message = (
+            "the ranks are in different optimizer steps, and gather parameters of which some shards are of one step, some "
+            f"of another: {told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If this is "
+            "meant, FULLSHARD_WATCHDOG_S=0 disables the watchdog"
+        )
+        return Verdict("out of step", message, culprits)
     if not stuck:
         return None
     wanted = _wanted(reports, stuck)
@@ -251,6 +261,23 @@ def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
                 odd = [rank for rank, kind in kinds.items() if kind != usual]
                 told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
                 return odd, f"collective {number} (from 0) of a process group is {told}"
+    return None
+
+
+def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
+    """Return ranks in another step than most at the last launch that all ranks of a group have come to, and it."""
+    for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
+        own = {rank: report.groups[name] for rank, report in reports.items() if name in report.groups}
+        number = min(group.count for group in own.values()) - 1
+        if number < max(group.first for group in own.values()):
+            continue
+        here = {rank: group.launches[number - group.first] for rank, group in own.items()}
+        steps = [launch.step for launch in here.values()]
+        if len(set(steps)) > 1:
+            usual = max(steps, key=steps.count)
+            told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
+            odd = [rank for rank, launch in here.items() if launch.step != usual]
+            return odd, f"collective {number} (from 0) of a process group is {told}"
     return None
 
 

@@ -12,8 +12,9 @@ A rank is lost if it shows no sign of life for some seconds of an alarm. Time is
 reads.
 
 Ranks may also launch different collectives that match by their sizes, so that none is stuck and results are wrong. So
-signs of life have digests of the launches, which are compared. If they launch the same ones in different optimizer
-steps, as a rank that is a microbatch ahead, that is only warned of: a correct program may count steps differently.
+signs of life have digests of the launches, which are compared. They also have the number of optimizer steps of a unit
+that is sharded over the group: where it differs, as if a rank is a microbatch ahead, shards of different steps are
+gathered into one parameter.
 
 On accelerators the host does not wait for collectives. There a rank is stuck if it launches nothing while collectives
 that it has launched are unfinished.
@@ -120,8 +121,7 @@ class Watchdog:
     _alarm: tuple[int, float]  # its number, and when this rank has seen it first
     _judges: bool
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
-    _digests_differ: bool
-    _warned_of_steps: bool
+    _mismatch: str  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
     _suspected: tuple[str, float]  # a deadlock, and since when: it counts if it lasts
     _warned: tuple[str, float]
@@ -137,8 +137,7 @@ class Watchdog:
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
         self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
-        self._digests_differ = self._warned_of_steps = False
-        self._looked = time.monotonic()
+        self._mismatch, self._looked = "", time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
@@ -222,9 +221,9 @@ class Watchdog:
         lasts = alarm > 0 and now - self._alarm[1] < 3 * self.stuck_s + self.lost_s
         if self._has_server or lasts:
             keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat, place, _digests(), *self._host)))
-        if self._has_server and not self._digests_differ and self._beat % _BEATS_PER_DIGEST == 0:
-            self._digests_differ = self._compare_digests()
-        is_stuck = self._since_stuck() is not None or self._digests_differ
+        if self._has_server and not self._mismatch and self._beat % _BEATS_PER_DIGEST == 0:
+            self._mismatch = self._compare_digests()
+        is_stuck = self._since_stuck() is not None or bool(self._mismatch)
         if is_stuck and not lasts:
             keys.compare_set("alarm", str(alarm) if alarm else "", str(alarm + 1))
             return
@@ -270,9 +269,8 @@ class Watchdog:
                 reports[rank] = Report("runs", f"{lost.pop(rank)}, but does not answer", now - self._beats[rank][1])
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
-        size, differ = self._world.size(), self._digests_differ
-        verdict = judge(reports, lost, silent, world_size=size, digests_differ=differ)
-        self._digests_differ = False  # until they are compared again
+        verdict = judge(reports, lost, silent, world_size=self._world.size(), mismatch=self._mismatch)
+        self._mismatch = ""  # until they are compared again
         suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
             return
@@ -284,8 +282,8 @@ class Watchdog:
         else:
             self._warn(verdict, now)
 
-    def _compare_digests(self) -> bool:
-        """Return True if ranks of a group, of which this is the first, have launched different collectives.
+    def _compare_digests(self) -> str:
+        """Return how the launches of a group of which this rank is the first differ; empty if they do not.
 
         They may match each other by their sizes, so that nobody is stuck, and results are wrong.
         """
@@ -295,23 +293,12 @@ class Watchdog:
             known = {count: rest for count, *rest in list(log.snapshots)}
             for rank in _ranks_of(group):
                 digests = self._beat_of(rank).digests.get(group.group_name, ())
-                both = [(known[count], digest, step, count) for count, digest, step in digests if count in known]
-                if any(own[0] != digest for own, digest, _, _ in both):
-                    return True
-                for own, _, step, count in both:
-                    if own[1] != step:
-                        self._warn_of_steps(rank, own[1], step, count)
-        return False
-
-    def _warn_of_steps(self, rank: int, own: int, other: int, count: int) -> None:
-        """Warn once that ranks launch the same collectives in different steps."""
-        if not self._warned_of_steps:
-            self._warned_of_steps = True
-            _logger.warning(
-                "rank %d has made %d optimizer steps and rank %d has made %d, before collective %d (from 0) of a "
-                "process group: unless that is meant, ranks have other numbers of microbatches, and results are wrong",
-                *(self._rank, own, rank, other, count - 1),
-            )
+                both = [(*known[count], digest, steps) for count, digest, steps in digests if count in known]
+                if any(own != digest for own, _, digest, _ in both):
+                    return "differ"
+                if any(own and steps and own != steps for _, own, _, steps in both):
+                    return "out of step"
+        return ""
 
     def _beat_of(self, rank: int) -> _Beat:
         return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {})))
