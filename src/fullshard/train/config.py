@@ -144,7 +144,7 @@ class TrainingConfig(_Checked):
     )
     trace: bool = option(
         False,
-        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder. CPU only.",
+        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder.",
     )
     debug: bool = option(
         False, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
