@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fullshard
 from bench.contestants import FULLSHARD, distribute
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
-from bench.worker import join_group
+from bench.worker import GROUP_TIMEOUT
 from fullshard.debug.tracing.exposed import late_ranks
 from fullshard.engine.reduction import queue
 from fullshard.progress import PROGRESS, LaunchLog, Progress
@@ -130,6 +130,12 @@ def _slow_reductions(seconds: float) -> Iterator[None]:
 
 
 def build(rank: int, ranks: int, store: str, threads: int, shape: dict[str, int]) -> Servant:
-    """A rank of a team."""
-    join_group(rank, ranks, store)
+    """A rank of a team, with a store as torchrun's: that of a file has no signs of life."""
+    file = dist.FileStore(store, ranks)
+    if rank == 0:
+        server = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
+        file.set("port", str(server.port))
+    else:
+        server = dist.TCPStore("localhost", int(file.get("port")), ranks)
+    dist.init_process_group("gloo", store=server, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)
     return Servant(GPTShape(**shape), rank)

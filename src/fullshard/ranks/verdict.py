@@ -172,8 +172,8 @@ def judge(
     if mismatch == "out of step" and (difference := _steps(reports)) is not None:
         culprits, told = difference
         message = (
-            "the ranks are in different optimizer steps, and gather parameters of which some shards are of one step, some "
-            f"of another: {told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If this is "
+            "the ranks are in different optimizer steps, and gather parameters from shards of several steps: "
+            f"{told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If this is "
             "meant, FULLSHARD_WATCHDOG_S=0 disables the watchdog"
         )
         return Verdict("out of step", message, culprits)
