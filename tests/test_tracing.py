@@ -16,11 +16,13 @@ from front_ends import FrontEnd, each_front_end
 from fullshard import FullshardError
 from fullshard import memory as memory_module
 from fullshard.debug.tracing.exposed import exposed_waits, last_arrivals, late_ranks
-from fullshard.debug.tracing.timeline import Launched, Segment, launches, memory, segments
+from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launches, memory, segments
 from fullshard.progress import PROGRESS, Event
 from ranks import Rank, on_ranks
 
 WIDTH = 16
+ALL = RankGroup("0", (0, 1))
+GROUPS = {0: ALL}
 
 
 def events(*each: tuple[Any, ...]) -> list[Event]:
@@ -45,7 +47,7 @@ def test_segments_follow_each_other() -> None:
         (5.5, "memory", "-64"),
         (6.0, "user code after the backward", ""),
     )
-    own = segments(found)
+    own = segments(found, GROUPS)
     assert [one.end for one in own[:-1]] == [other.begin for other in own[1:]]
     assert own[-1].end - own[0].begin == sum(segment.seconds for segment in own) == 6.0
     kinds: dict[tuple[str, str, str], float] = {}
@@ -54,34 +56,38 @@ def test_segments_follow_each_other() -> None:
         kinds[key] = kinds.get(key, 0.0) + segment.seconds
     assert {key: round(seconds, 6) for key, seconds in kinds.items()} == {
         ("compute", "forward", "a"): 1.8,
-        ("engine", "forward", "b"): 0.4,
+        ("overhead", "forward", "b"): 0.4,
         ("compute", "forward", "b"): 2.0,
         ("wait", "forward", "b"): 0.8,
         ("compute", "backward", "b"): 1.0,
     }
-    assert launches(found) == {(0, 7): Launched(1.1, "all_gather", "b", ("forward", "a"))}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(1.1, "all_gather", "b", ("forward", "a"))}
     assert memory(found) == [(2.9, 64), (5.5, 0)]
 
 
 def test_reasons_of_exposed_communication() -> None:
     """Up to the last issue of any rank it is that rank; after that the link, or that it was issued too late."""
     waits = [
-        Segment(10.0, 16.0, 0, 0, "wait", "forward", "a", 0, 1),  # issued at 5; rank 1 issues at 14
-        Segment(20.0, 22.0, 0, 0, "wait", "forward", "b", 0, 2),  # issued just before
-        Segment(30.0, 31.0, 0, 0, "wait", "forward", "c", 0, 3),  # all issued long before
+        Segment(10.0, 16.0, 0, 0, "wait", "forward", "a", ALL, 1),  # issued at 5; rank 1 issues at 14
+        Segment(20.0, 22.0, 0, 0, "wait", "forward", "b", ALL, 2),  # issued just before
+        Segment(30.0, 31.0, 0, 0, "wait", "forward", "c", ALL, 3),  # all issued long before
         Segment(31.0, 40.0, 0, 0, "compute", "forward", "c"),
     ]
     own = {
-        (0, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))
+        (ALL, n): Launched(t, "all_gather", u, ("", ""))
+        for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))
     }
     other = {
-        (0, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))
+        (ALL, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))
     }
     found = {each.units: each for each in exposed_waits(0, waits, {0: own, 1: other})}
     parts = {u: (each.late_issue, each.slow_link, each.slow_peer) for u, each in found.items()}
     assert parts == {"a": (0.0, 2.0, 4.0), "b": (2.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0)}
     assert dict(found["a"].peers) == {1: 4.0}
     assert last_arrivals({0: own, 1: other}) == {0: 1, 1: 2}
+    alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a", ("", "")) for n in (1, 2, 3)}
+    assert last_arrivals({0: own, 1: other, 2: alone}) == {0: 1, 1: 2, 2: 0}  # another group, of the same name
+    assert dict(exposed_waits(0, waits, {0: own, 1: other, 2: alone})[0].peers) == {1: 4.0}
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05])
@@ -146,7 +152,7 @@ def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     assert all(each.end is None or each.time <= each.end for each in trace.launches[rank.rank].values())
     assert trace.launches[0].keys() == trace.launches[1].keys()
     assert trace.memory[rank.rank] and min(nbytes for _, nbytes in trace.memory[rank.rank]) == 0
-    assert "Exposed communication of rank 0, ms" in trace.table() and "The last to issue a collective" in trace.table()
+    assert "Exposed communication of rank " in trace.table() and "The last to issue a collective" in trace.table()
     if rank.rank == 0:
         assert (folder / "table.txt").read_text() == trace.table() + "\n"
         stored = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -173,12 +179,12 @@ def test_streams_of_an_accelerator() -> None:
         (7.0, "waited", "b"),
         (7.5, "user code after the forward", ""),
     )
-    own = segments(found)
+    own = segments(found, GROUPS)
     assert [(s.begin, s.end, s.activity) for s in own] == [
         (0.0, 1.0, "compute"), (1.0, 6.1, "wait"), (6.1, 6.5, "compute"), (6.5, 7.0, "wait"), (7.0, 7.5, "compute"),
     ]  # fmt: skip
-    assert launches(found) == {(0, 7): Launched(4.0, "all_gather", "b", ("forward", "a"), end=6.0)}
-    exposed = {(each.kind, each.units): each.seconds for each in exposed_waits(0, own, {0: launches(found)})}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(4.0, "all_gather", "b", ("forward", "a"), end=6.0)}
+    exposed = {(each.kind, each.units): each.seconds for each in exposed_waits(0, own, {0: launches(found, GROUPS)})}
     assert exposed == {("all_gather", "b"): pytest.approx(5.1), ("copy", "b"): pytest.approx(0.5)}
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
@@ -224,19 +224,19 @@ def test_training_goes_on_after_a_slow_rank(ranks: RankPool, front_end: str) -> 
         assert "on rank 2. Training goes on" in line
 
 
-def train_out_of_step(rank: Rank, odd: str) -> str:
+def train_out_of_step(rank: Rank, odd: str, kind: str) -> str:
     """Rank 2 leaves something out; collectives match, and nobody is ever stuck."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_has_server", lambda store: True)
         patch.setattr(watchdog, "_POLL_S", 0.1)
-        model = fully_shard(Net())
+        model = replicate(Net()) if kind == "replicate" else fully_shard(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         try:
             for step in range(1000):
                 for microbatch in range(2):
                     if odd != "microbatch" or step != 1 or microbatch or rank.rank != ODD:
                         step_of(model)
-                if odd != "optimizer" or step % 10 != 1 or rank.rank != ODD:
+                if not (rank.rank == ODD and (odd == "all steps" or (odd == "a step" and step % 10 == 1))):
                     optimizer.step()
                 time.sleep(0.02)
         except FullshardError as error:
@@ -244,13 +244,80 @@ def train_out_of_step(rank: Rank, odd: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("odd", ["microbatch", "optimizer"])
-def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str) -> None:
-    """They gather shards of different steps into one parameter, and do not go on."""
-    told = ranks(4, train_out_of_step, odd, fresh=True)
+@pytest.mark.parametrize("odd", ["microbatch", "a step", "all steps"])
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str, kind: str) -> None:
+    """They gather shards of different steps into one parameter, or add their gradients, and do not go on."""
+    told = ranks(4, train_out_of_step, odd, kind, fresh=True)
     assert len(set(told)) == 1
-    where = r"(all-gather|reduce-scatter) of the root \(step \d+, microbatch \d\) on rank"
-    assert re.search(rf"in different optimizer steps, .* is {where}s 0, 1, 3; {where} 2\. Now: ", told[0]), told[0]
+    where = r"of the root \(step \d+, microbatch \d+\), after \d+ steps of an optimizer, on rank"
+    assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\. Now: ", told[0]), told[0]
+
+
+def experts_of_other_sizes(rank: Rank, width: int) -> str:
+    """Experts on pairs of ranks, larger on one pair, which does not step its own in each step; and a second model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_has_server", lambda store: True)
+        patch.setattr(watchdog, "_POLL_S", 0.1)
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))
+        net = nn.Module()
+        net.first, net.last, second = (nn.Linear(width, width) for _ in range(3))
+        net.expert = nn.Linear(width, width if rank.rank < 2 else 3 * width)
+        net.forward = lambda x: net.last(net.first(x) + net.expert(x).mean())
+        fully_shard(net.expert, mesh=pairs["shard"])
+        for module in (net.first, net.last, net, second):
+            fully_shard(module, mesh=rank.mesh)
+        trunk = torch.optim.SGD([p for name, p in net.named_parameters() if "expert" not in name], lr=0.01)
+        experts, seconds = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (net.expert, second))
+        for step in range(60):
+            net(torch.ones(2, width)).square().mean().backward()
+            trunk.step()
+            if step % 3 or rank.rank < 2:
+                experts.step()
+            net.zero_grad()
+            step_of_model(second, seconds, width)
+            time.sleep(0.02)
+    return "trained"
+
+
+def step_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    model(torch.ones(2, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("width", [96, 256])  # of 96, some experts are tiny units, and some are not
+def test_experts_of_other_sizes(ranks: RankPool, width: int) -> None:
+    """Steps are counted in each process group; tiny units of another mesh do not share a launch."""
+    assert ranks(4, experts_of_other_sizes, width, fresh=True) == ["trained"] * 4
+
+
+def train_after_another_group(rank: Rank, folder: str) -> str:
+    """A process group is destroyed and another one made; then ranks run different units."""
+    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = str(STUCK_S), str(LOST_S)
+    step_of(fully_shard(Net()))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank.rank, world_size=4)
+    with tiny_units():
+        net = Net()
+        for block in net.blocks:
+            fully_shard(block)
+        model = fully_shard(net)
+        try:
+            for step in range(3):
+                if rank.rank == ODD and step == 1:
+                    net.order = [0, 1, 3]
+                step_of(model)
+        except FullshardError as error:
+            return str(error)
+    return "trained"
+
+
+def test_a_second_process_group_is_watched(ranks: RankPool, tmp_path: Path) -> None:
+    """Its collectives are known, though they are of units that were made before the first forward."""
+    told = ranks(4, train_after_another_group, str(tmp_path), fresh=True, expect_failure=True)
+    assert all(outcome.kind == "returned" and "launch different collectives" in outcome.value for outcome in told), told
 
 
 # -------------------------------------------------------------------- correct programs
@@ -413,7 +480,7 @@ def test_a_correct_program_is_not_ended(ranks: RankPool, program: Any) -> None:
 
 def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, **further: Any) -> Report:
     """A rank that has launched all-gathers of ``units`` in turns."""
-    launches = [Launch("all_gather", (units[number % len(units)],), step, 0) for number in range(count)]
+    launches = [Launch("all_gather", (units[number % len(units)],), step, 0, step) for number in range(count)]
     return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches)}, **further)
 
 

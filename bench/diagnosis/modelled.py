@@ -10,7 +10,7 @@ from bench.overlap.cells import HOST, STREAMS, Cell, Stepper, even_units, fabric
 from bench.overlap.systems import SYSTEMS
 from bench.simulators.clocks import SkippingClock
 from bench.simulators.streams import Kernel, SimulatedDevice
-from fullshard.debug.tracing.recorder import Trace, recorded
+from fullshard.debug.tracing.recorder import Trace, own_groups, recorded
 
 RATIOS = (0.3, 1.0, 3.0)  # link time over computation
 WARMUP = 3
@@ -65,7 +65,7 @@ def compare(ranks: int) -> Iterator[dict[str, Any]]:
                     with recorded(clock) as events:
                         step = stepper.step()
                     trace = Trace()
-                    trace.add(0, events)
+                    trace.add(0, events, own_groups())
                     traced = sum(each.seconds for each in trace.exposed(0))
                     parts = sum(segment.seconds for segment in trace.segments[0])
                 yield {

@@ -162,7 +162,9 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Print, verify or compare checkpoints, without model code or process group.
+    """Print, verify or compare checkpoints, or say what ranks were doing before a crash.
+
+    Without model code or process group.
 
     Reads checkpoints of fullshard and of torch.distributed.checkpoint. No code from the checkpoint is run.
 
@@ -180,6 +182,12 @@ def inspect(
     if crashes:
         typer.echo(summarize(crashes))
         return
+    if "://" not in checkpoint and not Path(checkpoint).exists():
+        _fail(
+            f"{checkpoint} does not exist: expected a checkpoint, or a folder with files that ranks write after a "
+            "crash (rank0.json, ...). A process that is killed by a signal writes none",
+            "inspect",
+        )
     raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
 
 

@@ -24,7 +24,7 @@ LAUNCHES_KEPT = 256  # of each group
 EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
 
-_Launch = tuple[str, tuple[str, ...], int, int]
+_Launch = tuple[str, tuple[str, ...], int, int, int]
 
 
 class Launch(NamedTuple):
@@ -35,12 +35,15 @@ class Launch(NamedTuple):
         units: Names of the units, ``""`` for the root.
         step: Optimizer steps before it.
         microbatch: Forwards of the root before it in that step, from 0.
+        group_steps: Optimizer steps before it of units that communicate in the group; of a root, other ranks may have
+            others, as experts.
     """
 
     kind: str
     units: tuple[str, ...]
     step: int
     microbatch: int
+    group_steps: int = 0
 
 
 class Event(NamedTuple):
@@ -75,13 +78,15 @@ class LaunchLog:
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
     digest: int  # of the kinds and units of all of them; steps of roots may differ: ranks may evaluate alone
-    steps: int  # by optimizers, of the largest trained units that are sharded over the group
+    steps: int  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
+    _stepped_at: int  # launches before the last step
     _recent: deque[_Launch]
     _codes: dict[tuple[str, tuple[str, ...]], bytes]
 
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
+        self._stepped_at = -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
         self._codes = {}
 
@@ -90,11 +95,16 @@ class LaunchLog:
         code = self._codes.get((kind, units))
         if code is None:
             code = self._codes[kind, units] = repr((kind, units)).encode()
-        self._recent.append((kind, units, step, microbatch))
+        self._recent.append((kind, units, step, microbatch, self.steps))
         self.digest = zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
             self.snapshots.append((self.count, self.digest, self.steps))
+
+    def stepped(self) -> None:
+        """An optimizer has stepped a unit. Several without a launch in between, as of two optimizers, are one step."""
+        if self._stepped_at != self.count:
+            self.steps, self._stepped_at = self.steps + 1, self.count
 
     def recent(self) -> tuple[int, list[Launch]]:
         """Return the number of the first launch that is still known, and those from it on. Called by other threads."""
@@ -124,8 +134,12 @@ class StepCount:
         self.microbatch -= 1
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has stepped its largest trained unit; others, as experts, may be stepped on some ranks only."""
-        self.step, self.microbatch = self.step + 1, -1
+        """An optimizer has stepped its largest trained unit; others, as experts, may be stepped on some ranks only.
+
+        Several without a forward in between, as of optimizers that step in backward, are one step.
+        """
+        if self.microbatch >= 0 or not self.step:
+            self.step, self.microbatch = self.step + 1, -1
 
 
 class Progress:
@@ -201,10 +215,11 @@ class Progress:
                 log = self._logs[group] = LaunchLog(group, next(self._indices))
         return log
 
-    def forget_groups(self) -> None:
-        """Forget process groups that were destroyed, and what was with them."""
+    def forget_groups(self, exists: Callable[[Any], bool]) -> None:
+        """Forget process groups that do not exist any more, and what was with them."""
         with self._lock:
-            self._logs.clear()
+            for group in [group for group in self._logs if not exists(group)]:
+                del self._logs[group]
         self.failure = self.raised = self.waiting = None
 
     def logs(self) -> list[LaunchLog]:

@@ -9,7 +9,7 @@ found, and raise the earliest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.names import clean_name
+from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError
-from fullshard.progress import PROGRESS
+from fullshard.progress import PROGRESS, StepCount
 from fullshard.ranks.agreement import gather, list_ranks
 from fullshard.ranks.groups import data_parallel_groups
 
@@ -39,13 +40,14 @@ def find_nonfinite(model: nn.Module) -> Iterator[None]:
     For finding the cause of a loss that is NaN. Every value that a module takes or returns is looked at, which makes
     steps slower, and blocks the host on accelerators. All ranks open and close the context together.
 
-    Errors are raised before an optimizer of the model's parameters steps, and at the end of the context: both are
-    collectives. Values inside of ``torch.compile``\\ d modules, and between modules, are seen where they enter the next
-    module. Infinite values that are meant, such as a mask that a module returns, are reported too.
+    Errors are raised before an optimizer of the model's parameters steps, by the ranks of the units that it steps, and
+    at the end of the context, by all: both are collectives. Values inside of ``torch.compile``\\ d modules, and between
+    modules, are seen where they enter the next module. Infinite values that are meant, such as a mask that a module
+    returns, are reported too.
 
     Args:
-        model: A model that is sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or one with such parts, or
-            none.
+        model: A model that is sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or one with such parts. Of
+            another one, a rank raises what it has found itself.
 
     Raises:
         NonFiniteError: On all ranks, with the first value that is not finite: the module, or the FQN of the parameter,
@@ -92,31 +94,39 @@ class _NonFiniteSearch:
     model: nn.Module
     found: _Finding | None
     _looked: int
+    _steps: StepCount | None  # of a model without units; None: the engine counts
     _values: ModuleValues
-    _handle: Any
+    _handles: list[Any]
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.found, self._looked = model, None, 0
+        self._steps = None if nested_units(model) else StepCount()
         self._values = ModuleValues(model, self._look)
 
     def begin(self) -> None:
         """Register the hooks."""
         self._values.begin()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handles = [register_optimizer_step_pre_hook(self._before_step)]
+        if (steps := self._steps) is not None:
+            self._handles.append(self.model.register_forward_pre_hook(lambda *_: steps.begin_forward(), prepend=True))
 
     def end(self) -> None:
         """Remove the hooks."""
         self._values.end()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def raise_on_all(self) -> None:
-        """Raise on all ranks if one has found something. A collective.
+    def raise_on_all(self, units: Iterable[Unit] | None = None) -> None:
+        """Raise on all ranks of some units if one of them has found something. A collective.
+
+        Args:
+            units: None: all of the model.
 
         Raises:
             NonFiniteError: With what was found first.
         """
         found = {} if self.found is None else {_rank(): self.found}
-        for group in self._groups():
+        for group in _groups(nested_units(self.model) if units is None else units):
             for others in gather(found, group).values():
                 found |= {rank: _Finding(*each) for rank, each in others.items()}
         self.found = None
@@ -131,21 +141,21 @@ class _NonFiniteSearch:
             [first.name],
         )
 
-    def _groups(self) -> list[Any]:
-        groups = [group for unit in nested_units(self.model) for group in data_parallel_groups(unit.mesh)]
-        return list({id(group): group for group in groups}.values())
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look at gradients after their reduction, and compare with other ranks."""
-        units = nested_units(self.model)
-        managed = (ref() for ref in managed_parameters(optimizer))
-        if not any(each is not None and each.unit() in units for each in managed):
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
+        of_model = nested_units(self.model)
+        managed = (each.unit() for ref in managed_parameters(optimizer) if (each := ref()) is not None)
+        stepped = [unit for unit in dict.fromkeys(managed) if unit is not None and unit in of_model]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 fqn = clean_name(name)
                 self._look(_PHASES[2], fqn, f"the reduced gradient of {fqn!r}", [parameter.grad])
-        self.raise_on_all()
+        self.raise_on_all(stepped)
+        if self._steps is not None:
+            self._steps.optimizer_stepped()
 
     def _look(self, phase: str, name: str, what: str, values: Any) -> None:
         """Note the first of some values that is not finite, unless something was found before."""
@@ -154,7 +164,7 @@ class _NonFiniteSearch:
         for tensor in iterate_tensors(values):
             self._looked += 1
             if (wrong := _wrong(tensor)) is not None:
-                steps = PROGRESS.steps
+                steps = self._steps or PROGRESS.steps
                 place = steps.step, max(steps.microbatch, 0), _PHASES.index(phase)
                 self.found = _Finding(*place, self._looked, name, f"{what} has {wrong}")
                 return
@@ -167,11 +177,20 @@ def _wrong(tensor: torch.Tensor) -> str | None:
     local = local._local_tensor if isinstance(local, DTensor) else local
     if not local.numel() or not (local.is_floating_point() or local.is_complex()) or local.is_meta:
         return None
+    if local.layout is not torch.strided:
+        local = local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
+    if local.itemsize == 1:  # formats of one byte have few operations
+        local = local.float()
     if local.isfinite().all():
         return None
     nan, infinite = int(local.isnan().sum()), int(local.isinf().sum())
     counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count]
     return f"{' and '.join(counts)} of {local.numel()} values (shape {list(local.shape)}, {local.dtype})"
+
+
+def _groups(units: Iterable[Unit]) -> list[Any]:
+    groups = [group for unit in units for group in data_parallel_groups(unit.mesh)]
+    return list({id(group): group for group in groups}.values())
 
 
 def _rank() -> int:

@@ -142,7 +142,13 @@ class _State:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         parameters = list({id(each.parameter): each.parameter for each in local_parameters(model)}.values())
-        tensors = [*(value_of(parameter) for parameter in parameters), *model.buffers()]
+        self._buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        tensors = [*(value_of(parameter) for parameter in parameters), *(buffer for _, _, buffer in self._buffers)]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
         self._groups = self._entries = None
@@ -161,6 +167,8 @@ class _State:
     def restore(self) -> None:
         """Write everything back."""
         local_parameters(self._model)  # raises in the middle of a step
+        for module, name, buffer in self._buffers:  # the step may have assigned another
+            module._buffers[name] = buffer
         for tensor, kept in self._tensors:
             tensor.copy_(kept)
         mark_shards_written(self._model)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters, walk_modules
 from fullshard.debug.digests import digest
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.errors import ReplicaError
 from fullshard.progress import PROGRESS
 from fullshard.ranks.agreement import gather_if_different, list_ranks, raise_on_all
@@ -38,8 +40,9 @@ def check_replicas(
     """Raise on all ranks if replicas do not hold the same bits. A collective, between steps.
 
     Compared are parameters over the axes on which they are replicated (HSDP, ``replicate``, and what is too small to be
-    sharded), the state of ``optimizer`` likewise, and buffers over all data-parallel ranks. Not those of batch norms,
-    which each rank computes from its own data. Ranks exchange 8 bytes if all is well.
+    sharded), the state of ``optimizer`` likewise, and buffers over the data-parallel ranks of the unit that has their
+    module. Not those of batch norms, which each rank computes from its own data. Of a model that is sharded over all
+    ranks, no parameter is replicated: a warning says so. Ranks exchange 8 bytes if all is well.
 
     Args:
         model: A model that is sharded by ``fully_shard``, ``replicate`` or ``FullyShardedDataParallel``.
@@ -63,16 +66,27 @@ def check_replicas(
     """
     ignored = tuple(ignore)
     digests: dict[dist.ProcessGroup, dict[str, str]] = {group: {} for group in _groups(model)}  # the same on all ranks
-    for name, tensor, groups in _replicated(model, optimizer):
+    compared = list(_replicated(model, optimizer))
+    _warn_of_nothing(model, compared)
+    for name, tensor, groups in compared:
         if groups and not any(fnmatch.fnmatch(name.partition(" ")[0], pattern) for pattern in ignored):
             found = digest(tensor)
             for group in groups:
                 digests.setdefault(group, {})[name] = found
-    failure: Exception | None = None
+    failure: ReplicaError | None = None
     for group, own in digests.items():
         everyone = gather_if_different(own, group)
         failure = failure or (_explain(everyone) if everyone else None)
-    raise_on_all(failure, _groups(model))
+    raise_on_all(failure and _since_last_good(failure, model), _groups(model))
+    _good[model] = PROGRESS.steps.step
+
+
+def _since_last_good(error: ReplicaError, model: nn.Module) -> ReplicaError:
+    if model not in _good:
+        return error
+    return ReplicaError(
+        f"{error}. They did after step {_good[model]}: load a checkpoint from that one or before", error.names
+    )
 
 
 @contextlib.contextmanager
@@ -140,12 +154,31 @@ def _replicated(
                 whole = entry.shape == parameter.parameter.shape
                 yield f"{parameter.fqn} ({name})", parameter.local_of(entry) if whole else entry, groups
     everywhere = _groups(model)
+    owners = {module: _groups(module) for _, module in walk_modules(model) if unit_of(module) is not None}
+    within = {inner: groups for module, groups in owners.items() for inner in module.modules()}  # the innermost wins
     for prefix, module in walk_modules(model):
         if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm):
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                yield f"{prefix}{name}", buffer, everywhere
+                yield f"{prefix}{name}", buffer, within.get(module, everywhere)
+
+
+def _warn_of_nothing(model: nn.Module, compared: list[tuple[str, torch.Tensor, list[dist.ProcessGroup]]]) -> None:
+    parameters = {parameter.fqn for parameter in local_parameters(model)}
+    if model not in _warned and not any(name in parameters for name, _, groups in compared if groups):
+        _warned.add(model)
+        warnings.warn(
+            "check_replicas: no parameter of this model is replicated, as it is sharded over all ranks: only buffers "
+            "are compared. Parameters have replicas with HSDP (a 2-D mesh) and with replicate",
+            stacklevel=3,
+        )
+
+
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_good: weakref.WeakKeyDictionary[nn.Module, int] = (
+    weakref.WeakKeyDictionary()
+)  # steps at the last check that was passed
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -167,14 +200,20 @@ def _groups_of(parameter: LocalParameter) -> list[dist.ProcessGroup]:
 
 
 def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
-    names = [name for name in next(iter(digests.values())) if len({own.get(name) for own in digests.values()}) > 1]
+    every = dict.fromkeys(name for own in digests.values() for name in own)
+    names = [name for name in every if len({own.get(name) for own in digests.values()}) > 1]
     told = []
     for name in names[:_SHOWN]:
         values = {rank: own.get(name) for rank, own in digests.items()}
         common = max(values.values(), key=lambda value: list(values.values()).count(value))
         odd = [rank for rank, value in values.items() if value != common]
         others = [rank for rank in values if rank not in odd]
-        told.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
+        if None in values.values():
+            told.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")
+        elif len(odd) < len(others):
+            told.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
+        else:
+            told.append(f"{name} on {list_ranks(others)} or on {list_ranks(odd)}: which of two is wrong is not known")
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ReplicaError(
         f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(told)}{more}. A bit "

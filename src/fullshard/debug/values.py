@@ -6,7 +6,7 @@ come first. In backward the gradients of outputs and of parameters, as autograd 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -36,30 +36,34 @@ class ModuleValues:
     _units: dict[nn.Module, Unit]  # by the module that computes while they are unsharded
     _handles: list[Any]
     _hooked: set[int]  # ids of unsharded parameters that have a hook
+    _open: bool
 
     def __init__(self, model: nn.Module, visit: Callable[[str, str, str, Any], None]) -> None:
         self._visit = visit
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         sharded = ((module, unit) for module in self._names if (unit := unit_of(module)) is not None)
         self._units = {module._modules.get(WRAPPED) or module: unit for module, unit in sharded}
-        self._handles, self._hooked = [], set()
+        self._handles, self._hooked, self._open = [], set(), False
 
     def begin(self) -> None:
         """Register the hooks."""
+        self._open = True
+        compiled = _compiled_within(self._names)
         for module in self._names:
-            if WRAPPED in module._modules:
+            if WRAPPED in module._modules or module in compiled:
                 continue  # its step has not begun, or has ended, when hooks of the wrapper run
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after))
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks. Those on outputs that are still there do nothing from now on."""
+        self._open = False
         for handle in self._handles:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if hooks.in_backward():
-            return  # recomputation of checkpointed activations
+        if _unseen():
+            return
         name, unit = self._names[module], self._units.get(module)
         own = module.named_parameters(name, recurse=False)
         parameters = own if unit is None else ((each.fqn, each.unsharded) for each in unit.parameters)
@@ -75,7 +79,7 @@ class ModuleValues:
             self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if hooks.in_backward():
+        if _unseen():
             return
         name = self._names[module]
         described = f"output of {_describe(name)}"
@@ -86,7 +90,26 @@ class ModuleValues:
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _gradient(self, name: str, what: str, gradient: torch.Tensor) -> None:
-        self._visit("backward", name, what, [gradient])
+        if self._open and torch._C._functorch.maybe_current_level() is None:
+            self._visit("backward", name, what, [gradient])
+
+
+def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules whose forward is part of a compiled one: a hook would compile it anew."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        if type(module).__name__ == "OptimizedModule":
+            found.update(each for each in module.modules() if each is not module)
+        elif module._compiled_call_impl is not None:
+            found.update(module.modules())
+    return found
+
+
+def _unseen() -> bool:
+    """True inside of compiled code and of functorch's transforms, and if checkpointed activations are recomputed."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.maybe_current_level() is not None or hooks.in_backward()
 
 
 def _describe(name: str) -> str:

@@ -75,12 +75,13 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _count(units: list[Unit]) -> None:
+    stepped = {unit.ref for unit in units}
     for runtime in each_runtime(units):
-        for unit in units:
-            if unit.ref == runtime.largest_trained:
-                runtime.steps.optimizer_stepped()
-                if unit.mesh.transport.log is not None:
-                    unit.mesh.transport.log.steps += 1
+        if runtime.largest_trained in stepped:
+            runtime.steps.optimizer_stepped()
+        for log, largest in runtime.largest_by_group.items():
+            if largest in stepped:
+                log.stepped()
 
 
 @functools.cache

@@ -233,6 +233,13 @@ class Prefetcher:
                     kept.add(unit)
                     room, crowded = room - unit.unsharded_bytes, True
                 continue
+            if together and unit.mesh is not together[-1].mesh:  # which may be large on other ranks
+                if room is not None:
+                    room -= sum(each.unsharded_bytes for each in together)
+                if crowded and (room is None or room < 0):
+                    return
+                yield self.note(together)
+                together = []
             if not state.is_unsharded:
                 together.append(unit)
             if unit.tiny and len(together) < MAX_TINY_UNITS_TOGETHER:

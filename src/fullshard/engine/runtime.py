@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.activation_offload import OffloadedForwards
 from fullshard.engine.buckets.all_gather import issue_all_gathers
@@ -45,7 +46,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event, input_on
 from fullshard.profiling import profiled
-from fullshard.progress import PROGRESS, StepCount
+from fullshard.progress import PROGRESS, LaunchLog, StepCount
 from fullshard.ranks.watchdog import watch
 
 __all__ = ["Runtime", "each_runtime", "ensure_idle", "runtime_of", "take_parameters"]
@@ -66,6 +67,8 @@ class Runtime:
     _root_runs: bool  # the outermost open forward is the root's
     _backward: hooks.BackwardPass | None  # that has begun and not ended
     _graphs: list[ForwardGraph]  # that the backward pass has come to
+    _last_in_backward: weakref.ref[Unit] | None  # which computes
+    _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _reads: ParameterReads
     _reductions: ReductionQueue
     _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
@@ -79,6 +82,7 @@ class Runtime:
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self._backward, self._graphs, self._unshard_after = None, [], None
+        self._last_in_backward = self._reducing = None
 
     # ---------------------------------------------------------------- forward
 
@@ -335,7 +339,10 @@ class Runtime:
         """
         unit.check_not_summoned("run backward")
         self._begin_pass()
-        PROGRESS.enter("backward", unit.name)
+        inner = self._last_in_backward() if self._last_in_backward is not None else None
+        if inner is None or inner is unit or not (inner.phase.is_backward and _is_within(inner, unit)):
+            self._last_in_backward = unit.ref  # else it returns what the inner one has returned, which computes first
+            PROGRESS.enter("backward", unit.name)
         if graph is not None and graph.read:
             self._unshard_read(graph)
         if unit.phase.is_backward:
@@ -520,6 +527,9 @@ class Runtime:
             unit: Some of whose parameters may have unsharded gradients.
             all_reduce: Reduce over the replicate axis, too; None: as the user has set it.
         """
+        if self._reducing is not unit.mesh:  # which may be larger units' on other ranks
+            self._reductions.launch(self.comm_streams)
+            self._reducing = unit.mesh
         if not unit.tiny:
             self._reductions.make_room(self.comm_streams)
         all_reduce = unit.settings.requires_all_reduce if all_reduce is None else all_reduce
@@ -564,9 +574,18 @@ class Runtime:
 
     @cached_property
     def largest_trained(self) -> weakref.ref[Unit] | None:
-        """The unit with most elements that are trained, the same on all ranks."""
-        sizes = {u.ref: sum(p.shape.numel for p in u.parameters if p.requires_grad) for u in self.units()}
-        return max(sizes, key=lambda ref: sizes[ref], default=None)
+        """The unit with most elements that are trained. It may be another one on other ranks, as an expert."""
+        return _largest(self.units())
+
+    @cached_property
+    def largest_by_group(self) -> dict[LaunchLog, weakref.ref[Unit]]:
+        """The largest of those that communicate in a process group, the same on all its ranks; by the group's log."""
+        by_log: dict[LaunchLog, list[Unit]] = {}
+        for unit in self.units():
+            for log in (unit.mesh.transport.log, unit.mesh.replica_transport.log):
+                if log is not None:
+                    by_log.setdefault(log, []).append(unit)
+        return {log: ref for log, units in by_log.items() if (ref := _largest(units)) is not None}
 
     @property
     def busy(self) -> bool:
@@ -721,6 +740,16 @@ def _check_materialized(units: list[Unit]) -> None:
             "these parameters are on the meta device and have no values: " + ", ".join(meta[:20]) + f"{more}; call "
             "model.to_empty(device=...) and initialize them, or load a state dict with assign=True"
         )
+
+
+def _is_within(inner: Unit, outer: Unit) -> bool:
+    return not outer.name or inner.name.startswith(f"{outer.name}.")
+
+
+def _largest(units: list[Unit]) -> weakref.ref[Unit] | None:
+    """Return the unit with most elements that are trained; the first of several."""
+    sizes = {unit.ref: sum(p.shape.numel for p in unit.parameters if p.requires_grad) for unit in units}
+    return max(sizes, key=lambda ref: sizes[ref], default=None)
 
 
 def runtime_of(unit: Unit) -> Runtime:

@@ -25,7 +25,7 @@ __all__ = ["FOLDER_VARIABLE", "Crash", "crash_folder", "read_crashes", "summariz
 FOLDER_VARIABLE = "FULLSHARD_CRASH_DIR"
 STEPS = 3  # of which events are written
 _FORMAT = "fullshard crash 1"
-_EVENTS_SHOWN = 6
+_EVENTS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,26 @@ def summarize(crashes: Mapping[int, Crash]) -> str:
         moment, first, event = min(raised)
         beginning = f"First, at {_clock(moment)}, rank {first} raised an exception in the {event.what}"
         beginning += f" (step {event.step}, microbatch {event.microbatch})."
-    elif missing:
-        first = _stopped_first(crashes)
-        beginning = f"There is no file of {list_ranks(missing)}: it was killed, or its machine is lost."
     else:
-        first = verdict.culprits[0] if verdict is not None and verdict.culprits else _stopped_first(crashes)
-        beginning = f"Nothing was raised in a forward or backward; rank {first} comes first."
+        culprits = () if verdict is None else verdict.culprits
+        first = next((rank for rank in culprits if rank in crashes), _stopped_first(crashes))
+        beginning = "" if missing else f"No exception was raised in a forward or backward; rank {first} stopped first."
+    if missing:
+        beginning += f"{' ' * bool(beginning)}There is no file of {list_ranks(missing)}: it ended normally, was killed "
+        beginning += "(by the launcher after another rank had failed, or for its memory), or wrote to another machine."
     doing = f"The ranks were doing this: {list_values({rank: each.doing for rank, each in sorted(reports.items())})}."
     reason = failure or (doing if verdict is None else f"{verdict.message}.")
+    reason = f"{reason[0].upper()}{reason[1:]}".partition(". `fullshard inspect ")[0].rstrip(".") + "."
     crash = crashes[first]
+    end = len(crash.events)
+    if raised:  # what came before it, and a little of what came after
+        end = min(end, 3 + next(at for at, each in enumerate(crash.events) if each.kind == "raised"))
     lines = [
         f"  {_clock(each.time)}  step {each.step}, microbatch {each.microbatch}  {each.kind} {each.what or 'the root'}"
-        for each in crash.events[-_EVENTS_SHOWN:]
+        for each in crash.events[max(0, end - _EVENTS_SHOWN) : end]
     ]
-    return "\n".join([f"{beginning} {reason}", "", f"The last events of rank {first} ({crash.host}):", *lines])
+    which = "Events" if end < len(crash.events) else "The last events"
+    return "\n".join([f"{beginning} {reason}", "", f"{which} of rank {first} ({crash.host}):", *lines])
 
 
 def _stopped_first(crashes: Mapping[int, Crash]) -> int:

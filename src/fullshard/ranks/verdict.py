@@ -64,6 +64,7 @@ class Report:
         seconds: Since when it has been there.
         foreign: The collective that is not fullshard's in which it waits, as "all_reduce, called at train.py:33".
         error: The exception that it raised.
+        caught: One that it raised in its last steps, after which it went on.
         waits_for: Name of the group, and number of the launch that it waits for.
         forwards: Outermost forwards that it has begun.
         host: Its machine and process.
@@ -77,6 +78,7 @@ class Report:
     seconds: float = 0.0
     foreign: str | None = None
     error: str | None = None
+    caught: str | None = None
     waits_for: tuple[str, int] | None = None
     forwards: int = 0
     host: tuple[str, int] = ("", 0)
@@ -166,15 +168,16 @@ def judge(
     if (difference := _difference(reports)) is not None:
         culprits, told = difference
         message = (
-            f"the ranks launch different collectives, which never match: {told}.{_order(reports)} {now} {_SAME_ORDER}"
+            f"the ranks launch different collectives, which never match: {told}.{_order(reports)}{_caught(reports)} "
+            f"{now} {_SAME_ORDER}"
         )
         return Verdict("differ", message, culprits)
     if mismatch == "out of step" and (difference := _steps(reports)) is not None:
         culprits, told = difference
         message = (
-            "the ranks are in different optimizer steps, and gather parameters from shards of several steps: "
-            f"{told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If this is "
-            "meant, FULLSHARD_WATCHDOG_S=0 disables the watchdog"
+            "the ranks are in different optimizer steps, and gather parameters from shards of several steps, or add "
+            f"gradients of several: {told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If it "
+            "is meant, FULLSHARD_WATCHDOG_S=0 disables the watchdog"
         )
         return Verdict("out of step", message, culprits)
     if not stuck:
@@ -183,12 +186,7 @@ def judge(
     late = {rank: _late(reports, reports[rank]) for rank in stuck}
     ended = [rank for rank in wanted if rank in reports and _has_left(rank, reports, late)]
     if ended:
-        told = list_values({rank: reports[rank].doing for rank in ended})
-        message = (
-            f"{waiting} for a rank that will not come: {told}. {now} Look for the error in the output of that rank; an "
-            "exception that is handled has to be handled on all ranks"
-        )
-        return Verdict(reports[ended[0]].state, message, ended)
+        return _left(ended, reports, f"{waiting} for a rank that will not come", now)
     gone = [rank for rank in lost if rank in wanted]
     if gone:
         are = "is" if len(gone) == 1 else "are"
@@ -217,6 +215,16 @@ def judge(
     return None  # some wait for the network alone
 
 
+def _left(ended: list[int], reports: Mapping[int, Report], waiting: str, now: str) -> Verdict:
+    told = list_values({rank: reports[rank].doing for rank in ended})
+    advice = (
+        "Look for the error in the output of that rank; an exception that is handled has to be handled on all ranks"
+        if any(reports[rank].error for rank in ended)
+        else "Ranks may have different numbers of batches: see drop_last of data loaders"
+    )
+    return Verdict(reports[ended[0]].state, f"{waiting}: {told}. {now} {advice}", ended)
+
+
 def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     """Return the ranks that stuck ranks wait for: of their group, if it is known, else of all their groups."""
     wanted: set[int] = set()
@@ -241,8 +249,8 @@ def _has_left(rank: int, reports: Mapping[int, Report], late: Mapping[int, Seque
 
 
 def _launch(value: Sequence[Any]) -> Launch:
-    kind, units, step, microbatch = value
-    return Launch(kind, tuple(units), step, microbatch)
+    kind, units, *rest = value
+    return Launch(kind, tuple(units), *rest)
 
 
 def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
@@ -254,7 +262,7 @@ def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
             here = {r: group.launches[number - group.first] for r, group in own.items() if number < group.count}
             if len(here) < 2:
                 break
-            kinds = {rank: launch[:2] for rank, launch in here.items()}  # without steps and microbatches
+            kinds = {rank: (launch.kind, launch.units) for rank, launch in here.items()}  # without steps
             if len(set(kinds.values())) > 1:
                 all_kinds = [*kinds.values()]
                 usual = max(set(all_kinds), key=lambda kind: (all_kinds.count(kind), kind == all_kinds[0]))
@@ -272,11 +280,16 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
         if number < max(group.first for group in own.values()):
             continue
         here = {rank: group.launches[number - group.first] for rank, group in own.items()}
-        steps = [launch.step for launch in here.values()]
+        steps = [launch.group_steps for launch in here.values()]
         if len(set(steps)) > 1:
             usual = max(steps, key=steps.count)
-            told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
-            odd = [rank for rank, launch in here.items() if launch.step != usual]
+            told = list_values(
+                {
+                    rank: f"{_describe_one(launch, 0)}, after {launch.group_steps} steps of an optimizer,"
+                    for rank, launch in here.items()
+                }
+            )
+            odd = [rank for rank, launch in here.items() if launch.group_steps != usual]
             return odd, f"collective {number} (from 0) of a process group is {told}"
     return None
 
@@ -285,6 +298,14 @@ def _order(reports: Mapping[int, Report]) -> str:
     """Return a sentence about a difference between the units that ran in the last forward, if there is one."""
     difference = first_difference({rank: report.order for rank, report in reports.items()})
     return "" if difference is None else f" Their last forwards ran different units {difference}."
+
+
+def _caught(reports: Mapping[int, Report]) -> str:
+    """Return a sentence about exceptions that some ranks have raised, and others have not."""
+    caught = {rank: f"{each.caught}, and went on," for rank, each in reports.items() if each.caught is not None}
+    if not caught or len(caught) == len(reports):
+        return ""
+    return f" Before that an exception was raised: {list_values(caught)}; handle it on all ranks, or on none."
 
 
 def _describe(launches: Sequence[Launch]) -> list[str]:

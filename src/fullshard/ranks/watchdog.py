@@ -12,9 +12,9 @@ A rank is lost if it shows no sign of life for some seconds of an alarm. Time is
 reads.
 
 Ranks may also launch different collectives that match by their sizes, so that none is stuck and results are wrong. So
-signs of life have digests of the launches, which are compared. They also have the number of optimizer steps of a unit
-that is sharded over the group: where it differs, as if a rank is a microbatch ahead, shards of different steps are
-gathered into one parameter.
+signs of life have digests of the launches, which are compared. They also have the number of optimizer steps of units
+that communicate in the group: where it differs, as if a rank is a microbatch ahead, shards of different steps are
+gathered into one parameter, or gradients of different steps are added.
 
 On accelerators the host does not wait for collectives. There a rank is stuck if it launches nothing while collectives
 that it has launched are unfinished.
@@ -67,7 +67,7 @@ _UNITS_REPORTED = 1000
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py")
+_WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py", str(Path("ranks", "agreement.py")))
 
 _logger = logging.getLogger(__name__)
 _generations = itertools.count()  # of default process groups in this process: their stores may be the same
@@ -80,7 +80,7 @@ def watch() -> None:
         return
     if current is not None:
         current.close()
-        PROGRESS.forget_groups()
+        PROGRESS.forget_groups(lambda group: group in dist.distributed_c10d._world.pg_map)
     PROGRESS.watchdog = None
     world = dist.group.WORLD
     stuck_s = seconds_from(TIMEOUT_VARIABLE, _STUCK_S, allow_zero=True)
@@ -296,7 +296,7 @@ class Watchdog:
                 both = [(*known[count], digest, steps) for count, digest, steps in digests if count in known]
                 if any(own != digest for own, _, digest, _ in both):
                     return "differ"
-                if any(own and steps and own != steps for _, own, _, steps in both):
+                if any(own != steps for _, own, _, steps in both):
                     return "out of step"
         return ""
 
@@ -313,9 +313,11 @@ class Watchdog:
         named = {log.index: str(group.group_name) for group, log in _groups()}
         groups = {str(group.group_name): GroupReport(_ranks_of(group), *log.recent()) for group, log in _groups()}
         waiting = PROGRESS.waiting
+        caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
         report = partial(
             Report,
             place=place,
+            caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
             waits_for=(named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None,
             forwards=PROGRESS.forwards,
             host=self._host,
@@ -395,6 +397,7 @@ class Watchdog:
         report = replace(self._report(_place(), time.monotonic()), state="exited", error=told or None)
         if error is not None and not self.failed.is_set():
             self._write_crash(report, None)
+            _logger.error("rank %d: `fullshard inspect %s` shows its last events", self._rank, crash_folder())
         with contextlib.suppress(RuntimeError, OSError):
             if dist.group.WORLD is self._world:
                 self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fullshard.debug.tracing.timeline import Launched, Segment
+from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment
 
 __all__ = ["Exposed", "LateRank", "exposed_waits", "last_arrivals", "late_ranks"]
 
@@ -30,7 +30,7 @@ _LEAST_S = 0.005  # lateness that is reported
 _LEAST_SHARE = 0.2  # of what the other ranks need there
 _LEAST_QUARTILE = 0.4  # of the median: the delay is there in most steps
 
-_Key = tuple[int, int]
+_Key = tuple[RankGroup, int]
 
 
 @dataclass
@@ -74,7 +74,7 @@ def exposed_waits(
     for segment in segments:
         if segment.activity != "wait":
             continue
-        if segment.group < 0:
+        if segment.number < 0:
             copies = found.setdefault(("copy", segment.units), Exposed("copy", segment.units))
             copies.count, copies.slow_link = copies.count + 1, copies.slow_link + segment.seconds
             continue
@@ -97,11 +97,12 @@ def exposed_waits(
 
 
 def last_arrivals(launches: Mapping[int, Mapping[_Key, Launched]]) -> dict[int, int]:
-    """Return how often each rank was the last to issue a collective that all have issued."""
-    common = set.intersection(*(set(of) for of in launches.values())) if launches else set()
+    """Return how often each rank was the last to issue a collective, of those that all ranks of the group issued."""
     last = dict.fromkeys(launches, 0)
-    for key in common:
-        last[max(launches, key=lambda rank: launches[rank][key].time)] += 1
+    for group, number in {key for of in launches.values() for key in of}:
+        times = {rank: of[group, number].time for rank, of in launches.items() if (group, number) in of}
+        if len(times) > 1 and times.keys() == set(group.ranks):
+            last[max(times, key=lambda rank: times[rank])] += 1
     return last
 
 

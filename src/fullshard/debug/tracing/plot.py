@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fullshard.debug.tracing.timeline import Launched, Segment
+from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, short_units
 
 __all__ = ["draw_step"]
 
@@ -13,7 +13,7 @@ _COLORS = {
     "forward": "#4477aa",
     "backward": "#228833",
     "optimizer step": "#aa3377",
-    "engine": "#ccbb44",
+    "overhead": "#ccbb44",
     "wait": "#ee6677",
     "all_gather": "#66ccee",
     "reduce_scatter": "#bbbbbb",
@@ -25,7 +25,7 @@ _RANKS = 8  # drawn, at most
 
 def draw_step(
     segments: Mapping[int, Sequence[Segment]],
-    launches: Mapping[int, Mapping[tuple[int, int], Launched]],
+    launches: Mapping[int, Mapping[tuple[RankGroup, int], Launched]],
     memory: Mapping[int, Sequence[tuple[float, int]]],
     path: Path,
 ) -> bool:
@@ -43,6 +43,7 @@ def draw_step(
     axes, below = figure.subplots(2, sharex=True, height_ratios=[len(ranks), 1])
     shown = {rank: [s for s in segments[rank] if s.step == step] for rank in ranks}
     start = min((own[0].begin for own in shown.values() if own), default=0.0)
+    length = 1e3 * (max((own[-1].end for own in shown.values() if own), default=0.0) - start)
     used: dict[str, None] = {}
     for row, rank in enumerate(ranks):
         for segment in shown[rank]:
@@ -50,6 +51,9 @@ def draw_step(
             used[kind] = None
             span = (1e3 * (segment.begin - start), 1e3 * segment.seconds)
             axes.broken_barh([span], (row - 0.05, 0.4), facecolors=_COLORS[kind])
+            if kind in ("forward", "backward") and segment.units and 1e3 * segment.seconds > 0.02 * length:
+                name = short_units(segment.units).rpartition(".")[2]
+                axes.text(span[0] + span[1] / 2, row + 0.15, name, fontsize=6, ha="center", va="center", color="white")
         stop = shown[rank][-1].end if shown[rank] else start
         for launched in launches[rank].values():
             if launched.end is not None and start < launched.end and launched.time < stop:
@@ -59,13 +63,15 @@ def draw_step(
                 axes.broken_barh([span], place, facecolors=_COLORS[launched.kind])
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
-    axes.set_title(f"Step {step}: all-gathers and reductions; below, what the rank computes and waits for")
+    axes.set_title(f"Step {step}. Thin: collectives, from issue until waited for. Thick: computation and waits")
     end = max((own[-1].end for own in shown.values() if own), default=0.0)
     for rank in ranks:
         during = [(1e3 * (moment - start), nbytes / 2**20) for moment, nbytes in memory[rank] if start <= moment <= end]
         if during:
             below.step(*zip(*during, strict=True), where="post", label=f"rank {rank}", linewidth=1)
-    below.set_ylabel("MiB of buffers")
+    below.set_ylabel("MiB of gathered\nparameters")
+    if below.get_lines():
+        below.legend(fontsize=7, ncols=4, frameon=False, loc="upper right")
     below.set_xlabel("ms")
     labels = {name: name.replace("_", "-") if "_" in name else name for name in used}
     handles = [Patch(color=_COLORS[name], label=labels[name]) for name in _COLORS if name in used]
@@ -75,7 +81,7 @@ def draw_step(
 
 
 def _kind(segment: Segment) -> str:
-    if segment.activity in ("wait", "engine"):
+    if segment.activity in ("wait", "overhead"):
         return segment.activity
     if segment.phase in _COLORS:
         return segment.phase

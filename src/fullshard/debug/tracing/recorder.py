@@ -6,7 +6,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from fullshard.debug.tracing.exposed import Exposed, exposed_waits, last_arrivals, late_ranks
 from fullshard.debug.tracing.perfetto import chrome_trace
 from fullshard.debug.tracing.plot import draw_step
-from fullshard.debug.tracing.timeline import Launched, Segment, launches, memory, segments
+from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launches, memory, segments, short_units
 from fullshard.errors import FullshardError
 from fullshard.memory import DeviceClock, HostClock, uses_accelerator
 from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.agreement import gather, raise_on_all
 
-__all__ = ["Clock", "Trace", "recorded", "trace"]
+__all__ = ["Clock", "Trace", "own_groups", "recorded", "trace"]
 
 _SHOWN = 12
 
@@ -32,20 +32,20 @@ class Trace:
     Attributes:
         segments: By rank: what its training thread (on an accelerator, its current stream) did, from the first event to
             the last, without gaps.
-        launches: By rank: its collectives, by number of their process group and number in that.
+        launches: By rank: its collectives, by their process group and their number in that.
         memory: By rank: bytes of the engine's buffers over time, beyond the least that they had.
     """
 
     segments: dict[int, list[Segment]]
-    launches: dict[int, dict[tuple[int, int], Launched]]
+    launches: dict[int, dict[tuple[RankGroup, int], Launched]]
     memory: dict[int, list[tuple[float, int]]]
 
     def __init__(self) -> None:
         self.segments, self.launches, self.memory = {}, {}, {}
 
-    def add(self, rank: int, events: Sequence[Event]) -> None:
-        """Add what a rank has recorded."""
-        self.segments[rank], self.launches[rank] = segments(events), launches(events)
+    def add(self, rank: int, events: Sequence[Event], groups: Mapping[int, RankGroup]) -> None:
+        """Add what a rank has recorded, and the process groups by the numbers that it has for them."""
+        self.segments[rank], self.launches[rank] = segments(events, groups), launches(events, groups)
         self.memory[rank] = memory(events)
 
     def exposed(self, rank: int) -> list[Exposed]:
@@ -57,22 +57,34 @@ class Trace:
         return "\n".join([*self._activities(), "", *self._exposed(), "", *self._arrivals()])
 
     def _activities(self) -> Iterator[str]:
-        yield f"{'rank':>5} {'ms':>9} {'compute':>9} {'wait':>9} {'engine':>9}"
+        activities = ("compute", "wait", "overhead")
+        yield f"{'rank':>5} {'steps':>6} {'ms per step':>12} " + " ".join(f"{name:>9}" for name in activities)
         for rank, own in self.segments.items():
-            parts = {name: sum(s.seconds for s in own if s.activity == name) for name in ("compute", "wait", "engine")}
-            whole = own[-1].end - own[0].begin if own else 0.0
-            yield f"{rank:>5} " + " ".join(f"{1e3 * seconds:>9.1f}" for seconds in (whole, *parts.values()))
+            steps = self._steps(rank)
+            parts = [sum(s.seconds for s in own if s.activity == name) / steps for name in activities]
+            whole = (own[-1].end - own[0].begin) / steps if own else 0.0
+            yield f"{rank:>5} {steps:>6} {1e3 * whole:>12.1f} " + " ".join(f"{1e3 * each:>9.1f}" for each in parts)
+
+    def _steps(self, rank: int) -> int:
+        """Steps of an optimizer in the trace, at least 1: what comes after the last one is no step of its own."""
+        return max(1, len({segment.step for segment in self.segments[rank] if segment.phase == "forward"}))
 
     def _exposed(self) -> Iterator[str]:
-        rank = next(iter(self.segments))
-        yield f"Exposed communication of rank {rank}, ms: it waits, and computes nothing"
-        yield f"{'':>9} {'waits':>6} {'issued late':>12} {'slow link':>10} {'slow peer':>10}  collective"
-        for each in self.exposed(rank)[:_SHOWN]:
+        waited = {rank: sum(s.seconds for s in own if s.activity == "wait") for rank, own in self.segments.items()}
+        rank = max(waited, key=lambda each: waited[each])
+        steps, every = self._steps(rank), self.exposed(rank)
+        yield f"Exposed communication of rank {rank}, which waits longest: ms per step in which it computes nothing"
+        yield f"{'ms':>9} {'waits':>6} {'issued late':>12} {'slow link':>10} {'slow peer':>10}  collective"
+        for each in every[:_SHOWN]:
             peer = max(each.peers, key=lambda r: each.peers[r]) if each.peers else None
             waited_for = f", mostly for rank {peer}" if peer is not None and each.slow_peer > each.seconds / 2 else ""
-            parts = f"{1e3 * each.late_issue:>12.2f} {1e3 * each.slow_link:>10.2f} {1e3 * each.slow_peer:>10.2f}"
-            name = f"{each.kind.replace('_', '-')} of {_short(each.units)}{waited_for}"
-            yield f"{1e3 * each.seconds:>9.2f} {each.count:>6} {parts}  {name}"
+            reasons = (each.late_issue / steps, each.slow_link / steps, each.slow_peer / steps)
+            parts = f"{1e3 * reasons[0]:>12.2f} {1e3 * reasons[1]:>10.2f} {1e3 * reasons[2]:>10.2f}"
+            name = f"{each.kind.replace('_', '-')} of {short_units(each.units)}{waited_for}"
+            yield f"{1e3 * each.seconds / steps:>9.2f} {each.count:>6} {parts}  {name}"
+        if len(every) > _SHOWN:
+            left = sum(each.seconds for each in every[_SHOWN:]) / steps
+            yield f"{1e3 * left:>9.2f} {'':>6} {'':>12} {'':>10} {'':>10}  {len(every) - _SHOWN} more"
 
     def _arrivals(self) -> Iterator[str]:
         last = last_arrivals(self.launches)
@@ -81,10 +93,9 @@ class Trace:
         yield f"The last to issue a collective: {shares}"
         late = late_ranks(self.segments)
         for each in late[:_SHOWN]:
-            where = f"{each.phase} of {_short(each.units)}"
-            yield f"Late: rank {each.rank} in the {where}, by {1e3 * each.seconds:.1f} ms (median over steps)"
-        if not late:
-            yield "No rank is late for any unit"
+            phase = each.phase.removeprefix("the ")
+            yield f"Late: rank {each.rank} in the {phase} of {short_units(each.units)}, by {1e3 * each.seconds:.1f} ms"
+        yield "Late: it takes longer than on the other ranks, in the median over steps" if late else "No rank is late"
 
 
 class Clock(Protocol):
@@ -150,7 +161,7 @@ def trace(folder: str | Path) -> Iterator[Trace]:
     """
     if PROGRESS.traced is not None:
         raise FullshardError("a trace runs already; end its context first")
-    found, on_accelerator = Trace(), uses_accelerator()
+    found, on_accelerator, folder = Trace(), uses_accelerator(), Path(folder)
     clock: Clock = DeviceClock() if on_accelerator else HostClock()
     shift = _clock_shift()
     with recorded(clock) as events:
@@ -158,14 +169,25 @@ def trace(folder: str | Path) -> Iterator[Trace]:
     failure: Exception | None = None
     if uses_accelerator() and not on_accelerator:
         failure = FullshardError("trace: expected the first forward on an accelerator before the trace, not inside")
-    for rank, of_rank in gather([event._replace(time=event.time - shift) for event in events], None).items():
-        found.add(rank, of_rank)
+    own = [event._replace(time=event.time - shift) for event in events]
+    for rank, (of_rank, groups) in gather((own, own_groups()), None).items():
+        found.add(rank, of_rank, groups)
     if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
         try:
-            _write(found, Path(folder))
-        except OSError as error:
-            failure = FullshardError(f"cannot write the trace to {folder}: {error}")
+            _write(found, folder)
+        except Exception as error:  # also of matplotlib: the other ranks wait for the result
+            failure = FullshardError(f"cannot write the trace to {folder}: {type(error).__name__}: {error}")
     raise_on_all(failure, [dist.group.WORLD] if dist.is_initialized() else [])
+
+
+def own_groups() -> dict[int, RankGroup]:
+    """Return the process groups of this rank by their numbers in events."""
+    known = ((log.index, log.group()) for log in PROGRESS.logs())
+    return {
+        index: RankGroup(str(group.group_name), tuple(dist.get_process_group_ranks(group)))
+        for index, group in known
+        if group is not None and group in dist.distributed_c10d._world.pg_map  # else it was destroyed
+    }
 
 
 def _clock_shift() -> float:
@@ -190,8 +212,3 @@ def _write(found: Trace, folder: Path) -> None:
     (folder / "trace.json").write_text(json.dumps(chrome_trace(found.segments, found.launches, found.memory)))
     (folder / "table.txt").write_text(found.table() + "\n")
     draw_step(found.segments, found.launches, found.memory, folder / "step.png")
-
-
-def _short(units: str) -> str:
-    names = [name or "the root" for name in units.split(", ")]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
