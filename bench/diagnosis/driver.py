@@ -131,24 +131,25 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
     watched, share = cost["watchdog"], cost["watchdog_share"]
     worst = max(abs(cell["traced_seconds"] / cell["exposed_seconds"] - 1) for cell in cells)
     figures = {
-        "a traced step / one that is not, less 1": (ratio.median - 1, TARGETS["trace"]),
+        "a trace adds to a step": (ratio.median - 1, TARGETS["trace"]),
         "the watchdog's share of a step": (share, TARGETS["watchdog"]),
-        "segments of a trace against wall time": (abs(parts.median - 1), TARGETS["parts"]),
-        "exposed time against the simulation, worst": (worst, TARGETS["exposed"]),
+        "segments of a trace differ from the wall time by": (abs(parts.median - 1), TARGETS["parts"]),
+        "exposed time differs from the simulation by at most": (worst, TARGETS["exposed"]),
     }
     return [
         f"Two gloo ranks, a GPT of width {SMALL['width']} with {SMALL['blocks']} blocks, traces of "
         f"{result['settings']['steps_per_round']} steps. Rank {LATE_RANK} sleeps for {1e3 * DELAY:.0f} ms in each "
         f"step: in the backward of `{DELAYED_UNIT}`, while the reduction before it is under way, or as it issues the "
-        "reduction of that unit. A run counts as named if all ranks' tables name rank, unit and phase.",
+        "reduction of that unit. A run counts as named if all ranks' tables name rank, unit and phase; something else is another rank or unit, "
+        "of at least 5 ms.",
         table,
         f"At width {LARGE['width']}, {LARGE['blocks']} blocks: a traced step takes {ratio:.3f} of one that is not, in "
         f"turns. The segments of a trace add up to {parts:.4f} of the wall time of its steps.",
-        f"The watchdog notes {watched['notes']:.0f} things in a step, which takes {1e6 * watched['noted']:.0f} us of "
+        f"The watchdog records {watched['notes']:.0f} events in a step, which takes {1e6 * watched['noted']:.0f} us of "
         f"{1e3 * watched['step']:.0f} ms, and its thread {1e3 * watched['thread_per_second']:.2f} ms of each second.",
         "Exposed communication on the [modelled network](../design/modelled_network.md), on host clocks and on streams "
         "as of an accelerator: step time less computation by the simulation, and the waits in a trace of that step. "
-        f"Of {len(cells)} cells, the worst differs by {100 * worst:.2f} %.",
+        f"Of {len(cells)} cells, {len(rows)} of which are shown, the worst differs by {100 * worst:.2f} %.",
         report.markdown_table(header, rows),
         *report.against_targets(
             f"{what} {100 * value:.2f}% of at most {100 * limit:g}%{'' if value <= limit else ' (missed)'}"
