@@ -140,8 +140,8 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
         f"Two gloo ranks, a GPT of width {SMALL['width']} with {SMALL['blocks']} blocks, traces of "
         f"{result['settings']['steps_per_round']} steps. Rank {LATE_RANK} sleeps for {1e3 * DELAY:.0f} ms in each "
         f"step: in the backward of `{DELAYED_UNIT}`, while the reduction before it is under way, or as it issues the "
-        "reduction of that unit. A run counts as named if all ranks' tables name rank, unit and phase; something else is "
-        "another rank or unit, of at least 5 ms.",
+        "reduction of that unit. A run counts as named if all ranks' tables name rank, unit and phase. Something else "
+        "is another rank or unit, of at least 5 ms.",
         table,
         f"At width {LARGE['width']}, {LARGE['blocks']} blocks: a traced step takes {ratio:.3f} of one that is not, in "
         f"turns. The segments of a trace add up to {parts:.4f} of the wall time of its steps.",
