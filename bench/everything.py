@@ -87,11 +87,10 @@ STAGES = (
     _stage("nccl_counts", 5.8, arguments="--device emulated", result="nccl_counts_emulated"),
     _stage("overlap", 1.5, 3),
     _stage("scaling", 4.5),
-    _stage("diagnosis", 7.0, 20),
     _stage("quantization", 4.0, arguments="--steps 500"),
 )
-# A GPU's, which writes its own page; calculated, not measured; and what only draws.
-APART = ("gpu", "wrap_model", "pictures", "redraw", "all")
+# A GPU's, which writes its own page; what compares fullshard with itself; what is calculated; and what only draws.
+APART = ("gpu", "diagnosis", "wrap_model", "pictures", "redraw", "all")
 FULL_MINUTES = sum(stage.minutes for stage in STAGES)
 
 
