@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scaling": "bench.scaling.driver",
     "quantization": "bench.quantization",
     "diagnosis": "bench.diagnosis.driver",
+    "planned": "bench.planned.driver",
     "wrap_model": "bench.wrap_model",
     "accelerate_step": "bench.training.accelerate_step",
     "gpu": "bench.gpu.driver",

@@ -20,7 +20,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"train", "integrations", "dropin"},
     {""},
-    {"composable", "wrapper"},
+    {"composable", "wrapper", "planning"},
     {"frontend"},
     {"activation_checkpoint", "comm_hooks"},
     {"wrap"},
@@ -74,10 +74,11 @@ STORAGE = {
     "torch.Stream",
     "torch.Event",
 }
-# Names -> files and folders that may use them. train and debug are users of the library, with hooks of their own.
+# Names -> files and folders that may use them. train and debug are users of the library, with hooks of their own;
+# planning replaces storage and streams.
 OWNERS = {
     "hooks and autograd nodes": (HOOKS, {"engine/hooks.py"}, {"train", "debug"}),
-    "storage, streams and pinning": (STORAGE, {"memory.py"}, {"train"}),
+    "storage, streams and pinning": (STORAGE, {"memory.py"}, {"train", "planning"}),
 }
 
 IMPORTERS = {"import_module", "__import__", "find_spec", "resolve_name"}

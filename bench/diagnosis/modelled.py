@@ -8,9 +8,9 @@ from typing import Any
 
 from bench.overlap.cells import HOST, STREAMS, Cell, Stepper, even_units, fabric_of, network_of
 from bench.overlap.systems import SYSTEMS
-from bench.simulators.clocks import SkippingClock
-from bench.simulators.streams import Kernel, SimulatedDevice
 from fullshard.debug.tracing.recorder import Trace, own_groups, recorded
+from fullshard.planning.simulation.clocks import SkippingClock
+from fullshard.planning.simulation.streams import Kernel, SimulatedDevice
 
 RATIOS = (0.3, 1.0, 3.0)  # link time over computation
 WARMUP = 3

@@ -54,8 +54,9 @@ def ranks_alike(ranks: int, device: torch.device) -> contextlib.AbstractContextM
 
     Collectives run on a stream of their own, and write all that a real network would.
     """
-    from bench.simulators.clocks import StreamDevice
-    from bench.simulators.network import Network, modelled_ranks
+    from bench.simulators.spinning import StreamDevice
+    from fullshard.planning.simulation.network import Network
+    from fullshard.planning.simulation.ranks import modelled_ranks
 
     return modelled_ranks(ranks, Network(bandwidth=math.inf), device=StreamDevice(device))
 

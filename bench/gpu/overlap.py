@@ -24,10 +24,11 @@ from bench.gpu.device import CUDA, forget_freed, use
 from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer
 from bench.gpu.parts import Settings
 from bench.report import column
-from bench.simulators.clocks import StreamDevice
-from bench.simulators.network import Network, modelled_ranks
+from bench.simulators.spinning import StreamDevice
 from bench.statistics import spread
 from bench.turns import each_that_runs
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
 
 RANKS, LINK_SHARE, STEPS = 8, 0.8, 10
 MESSAGE = "spin_kernel"  # of torch.cuda._sleep

@@ -16,11 +16,13 @@ from torch import nn
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.overlap.bound import StepBound, UnitCosts, Window, keep_last, scheduled_seconds, step_bound
 from bench.overlap.systems import SYSTEMS, ModelledUnit, System, UnitShape, build, modelled_model
-from bench.simulators.clocks import HostDevice, SkippingClock
-from bench.simulators.network import Fabric, Network, modelled_ranks
-from bench.simulators.streams import SimulatedDevice, simulated_streams
 from bench.statistics import Spread, spread
 from bench.turns import each_that_runs, take_turns
+from fullshard.planning.simulation.clocks import HostDevice, SkippingClock
+from fullshard.planning.simulation.group import Fabric
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
+from fullshard.planning.simulation.streams import SimulatedDevice, simulated_streams
 
 SMALL_GPT = GPTShape(width=256, blocks=4, tokens=512)
 PLAIN = "plain"
@@ -53,7 +55,7 @@ class Cell:
     Args:
         model: Its name.
         units: What is trained; none: a GPT that computes.
-        device: HOST: as CPU ranks, which block where they wait; STREAMS: see ``bench/simulators/streams.py``.
+        device: HOST: as CPU ranks, which block where they wait; STREAMS: see ``fullshard.planning.simulation``.
         ranks: N.
         ratio: Link time over computation at 8 ranks and without latencies: below 1 the computation takes longer.
         clock: See ``CLOCKS``.

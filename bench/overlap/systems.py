@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.contestants import FSDP1, FSDP2, FULLSHARD, OURS, WRAPPER, distribute
-from bench.simulators.clocks import Device
-from bench.simulators.streams import SimulatedDevice, SimulatedLane
+from fullshard.planning.simulation.clocks import Device
+from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane
 
 
 class _Computation(torch.autograd.Function):

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.simulators.group import ModelledGroup
-from bench.simulators.network import Fabric, Network, modelled_ranks
+from fullshard.planning.simulation.group import Fabric, ModelledGroup
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
 
 
 class Done(dist._Work):

@@ -51,6 +51,7 @@ from .errors import (
 from .frontend.sharded_module import PendingGradient
 from .optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .optim.grad_scaler import ShardedGradScaler
+from .planning.plan import plan
 from .policy import (
     BackwardPrefetch,
     CommQuantization,
@@ -120,6 +121,7 @@ __all__ = [
     "keep_freed_memory",
     "load",
     "load_safetensors",
+    "plan",
     "register_fsdp_forward_method",
     "replicate",
     "save",

@@ -1,4 +1,4 @@
-"""The command line: `fullshard train`, `generate`, `inspect`, `export`. Reads options and calls the implementations.
+"""The command line: `fullshard train`, `generate`, `plan`, `inspect`, `export`. Reads options, and calls what does it.
 
 torch and matplotlib are imported inside of the commands, so that `fullshard --help` answers at once.
 """
@@ -143,6 +143,54 @@ def generate(
         typer.echo(generation.text_from(run, prompt, count, temperature, seed))
     except ConfigError as error:
         _fail(str(error), "generate")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="module:function or file.py:function that returns a model, a Hugging Face config.json, or the "
+            "config.toml of a run.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of the job.", min=1)],
+    cluster: Annotated[str, typer.Option(help="h100, h200, a100, b200, cpu, or a TOML file.")] = "h100",
+    batch: Annotated[int, typer.Option(help="Sequences of a microbatch on a rank.", min=1)] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
+    replicas: Annotated[int, typer.Option(help="Size of the replicate axis (HSDP).", min=1)] = 1,
+    mixed_precision: Annotated[str, typer.Option(help="bf16, fp16 or none.")] = "bf16",
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write plan.json and plan.txt.", show_default=False)
+    ] = None,
+) -> None:
+    """Predict memory and time of a training step, without a GPU, a process group or data.
+
+    Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
+    """
+    import fullshard
+    from fullshard.train.planned import model_of
+
+    choices = {
+        "replicas": replicas,
+        "mixed_precision": None if mixed_precision == "none" else mixed_precision,
+        "checkpoint_activations": checkpoint_activations,
+        "microbatches": microbatches,
+    }
+    try:
+        made, arguments, loss = model_of(model, batch, sequence)
+        found = fullshard.plan(made, arguments, ranks=ranks, cluster=cluster, loss=loss, choices=choices)
+        if out is not None:
+            found.save(out)
+    except (fullshard.FullshardError, ValueError, OSError) as error:
+        _fail(str(error), "plan")
+    typer.echo(found.table())
+    raise typer.Exit(0 if found.fits else 1)
 
 
 @app.command()

@@ -57,6 +57,7 @@ __all__ = [
     "poison",
     "refill_storage",
     "run_on",
+    "simulated",
     "stream_waiter",
     "to_host",
     "traced_wait",
@@ -184,10 +185,13 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     the shard instead of the whole buffer. The larger storage lives as long as the result.
     """
     if view.device.type == "meta" or not view.numel():
-        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        own = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        if _make_simulated is not None:
+            own.untyped_storage().resize_(0)  # which is counted: elsewhere it is a part of the larger storage
+        return own
     # As a capsule: Tensor.__dlpack_device__ supports only accelerators in torch's own tree.
     try:
-        own: torch.Tensor = from_dlpack(to_dlpack(view))
+        own = from_dlpack(to_dlpack(view))
     except (BufferError, RuntimeError, TypeError):  # a dtype that DLPack does not support
         if not view.is_contiguous():
             return view
@@ -641,7 +645,22 @@ def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], objec
 
 CommStream = HostCommStream | DeviceCommStream
 
+_make_simulated: Callable[[], CommStream] | None = None  # communication streams for the meta device
+
 
 def make_comm_stream(device: torch.device, priority: int = 0) -> CommStream:
     """Make a communication stream; a negative ``priority`` runs first on devices with stream priorities."""
-    return HostCommStream() if device.type == "cpu" else DeviceCommStream(device, priority)
+    if device.type == "meta" and _make_simulated is not None:
+        return _make_simulated()
+    return HostCommStream() if device.type in ("cpu", "meta") else DeviceCommStream(device, priority)
+
+
+@contextlib.contextmanager
+def simulated(make: Callable[[], CommStream]) -> Iterator[None]:
+    """Have the engine run on the meta device, without values, with communication streams that ``make`` returns."""
+    global _make_simulated
+    before, _make_simulated = _make_simulated, make
+    try:
+        yield
+    finally:
+        _make_simulated = before

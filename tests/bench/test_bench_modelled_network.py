@@ -16,13 +16,16 @@ from bench.contestants import DDP, FSDP1_FLAT, FSDP2, FULLSHARD, UNSHARDED, WRAP
 from bench.overlap.bound import UnitCosts, Window, keep_last, scheduled_seconds, step_bound
 from bench.overlap.cells import Cell, even_units, measure, uneven_units
 from bench.overlap.systems import SYSTEMS
-from bench.simulators.clocks import HostDevice, SkippingClock
-from bench.simulators.network import Fabric, Network, modelled_ranks
-from bench.simulators.streams import SimulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import run_small
 from torch import nn
+
+from fullshard.planning.simulation.clocks import HostDevice, SkippingClock
+from fullshard.planning.simulation.group import Fabric
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
+from fullshard.planning.simulation.streams import SimulatedDevice
 
 SLOW = Network(bandwidth=1.0, latency=100.0)  # one byte takes a second, and a launch 100
 BY_NAME = {system.name: system for system in SYSTEMS}

@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.nccl_counts import emulated
 from bench.nccl_counts.group import counted_ranks
 from bench.nccl_counts.recorder import Recorder
-from bench.simulators.clocks import StreamDevice
-from bench.simulators.network import Fabric, Network, modelled_ranks
+from bench.simulators.spinning import StreamDevice
 from on_device import on_device
 
 from fullshard import fully_shard
 from fullshard.comm import NcclTransport, make_transport
+from fullshard.planning.simulation.group import Fabric
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
 from ranks import Rank
 
 MESSAGE_SECONDS = 0.02

@@ -1,7 +1,7 @@
 """How much of the copies of offloading is hidden, on streams that keep time: computation and copies of known lengths.
 
-The engine runs unchanged on the emulated accelerator; what it enqueues is noted on ``bench.simulators.streams``, where
-a copy takes bytes / bandwidth and the host takes no time. So the figures are exact: docs/how_to/cpu_offload.md has
+The engine runs unchanged on the emulated accelerator; what it enqueues is noted on simulated streams, where a copy
+takes bytes / bandwidth and the host takes no time. So the figures are exact: docs/how_to/cpu_offload.md has
 them.
 """
 
@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.simulators.clocks import SkippingClock
-from bench.simulators.streams import SimulatedDevice, SimulatedLane
 from on_device import on_device
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,8 @@ from fullshard.engine.ownership import nested_units
 from fullshard.engine.settings import CommStreams
 from fullshard.optim import localize, offload
 from fullshard.optim.local.localize import local_step_of
+from fullshard.planning.simulation.clocks import SkippingClock
+from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane
 from ranks import Rank
 
 UNITS, NUMEL = 32, 1024

@@ -106,6 +106,6 @@ def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
         return PythonGroupTransport(group)
     if backend == "nccl":
         return NcclTransport(group)
-    if backend == "gloo" and device.type == "cpu":
+    if backend == "gloo" and device.type in ("cpu", "meta"):
         return GlooTransport(group)
     return CollectiveTransport(group)  # also gloo's: it stages device memory in its collectives, not in send and recv

@@ -182,6 +182,6 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def _compute_device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
+    if device_type in ("cpu", "meta"):
+        return torch.device(device_type)
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

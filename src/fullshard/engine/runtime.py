@@ -733,7 +733,8 @@ def _gradient_accumulated(parameter: ShardedParameter) -> None:
 
 
 def _check_materialized(units: list[Unit]) -> None:
-    meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
+    without_values = (bucket for unit in units for bucket in unit.buckets if not bucket.materialized)
+    meta = [p.describe() for bucket in without_values if bucket.mesh.device.type != "meta" for p in bucket.parameters]
     if meta:
         more = f" and {len(meta) - 20} more" if len(meta) > 20 else ""
         raise UnmaterializedParameterError(

@@ -52,7 +52,7 @@ class Initializer:
             ValueError: If a module has no ``reset_parameters``, or still has meta tensors afterwards.
         """
         waiting = [module for module in modules if _on_meta(module)]
-        if not waiting:
+        if not waiting or device.type == "meta":
             return
         owners_by_parameter: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self._root.modules():

@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp
 
-from bench.simulators.clocks import Device, Passage
-
-if TYPE_CHECKING:
-    from bench.simulators.network import Fabric
+from fullshard.planning.simulation.clocks import Device, Passage
+from fullshard.planning.simulation.network import Network
 
 
 @dataclass
-class Launch:
+class ModelledLaunch:
     """Collectives that travel together.
 
     Args:
@@ -50,14 +48,14 @@ class Launch:
                 fill()
 
 
-class ModelledWork(dist._Work):
+class ModelledWork(dist._Work):  # type: ignore[misc, name-defined]
     """One launch in flight. It keeps the tensors alive until it goes."""
 
     _device: Device
     _passage: Passage
-    _launch: Launch
+    _launch: ModelledLaunch
 
-    def __init__(self, device: Device, passage: Passage, launch: Launch) -> None:
+    def __init__(self, device: Device, passage: Passage, launch: ModelledLaunch) -> None:
         super().__init__()
         self._device, self._passage, self._launch = device, passage, launch
 
@@ -88,7 +86,7 @@ class ModelledWork(dist._Work):
         return future
 
 
-class _Deferred(dist._Work):
+class _Deferred(dist._Work):  # type: ignore[misc, name-defined]
     """A collective inside a group call, whose end is known once that is over."""
 
     work: ModelledWork | None
@@ -103,22 +101,65 @@ class _Deferred(dist._Work):
         return self.work.wait()
 
 
+@dataclass(frozen=True)
+class SentMessage:
+    """One launch, for tests and plots.
+
+    Args:
+        what: Name of the (last) collective.
+        nbytes: What this rank receives.
+        passage: When it went; on simulated streams known after the next synchronization, on an accelerator never.
+    """
+
+    what: str
+    nbytes: float
+    passage: Passage
+
+
+class Fabric:
+    """The link of one process, and everything that is in flight on it.
+
+    Args:
+        network: What it is like.
+        device: What computes beside it.
+        group_type: What its groups are.
+    """
+
+    network: Network
+    device: Any
+    group_type: type[ModelledGroup]
+    messages: list[SentMessage] | None  # None: not recorded
+    groups: int  # made so far
+
+    def __init__(self, network: Network, device: Device, group_type: type[ModelledGroup]) -> None:
+        self.network, self.device, self.group_type, self.messages, self.groups = network, device, group_type, None, 0
+
+    def send(self, launch: ModelledLaunch, group: ModelledGroup) -> ModelledWork:
+        """Put a launch on the link."""
+        passage = Passage(launch.seconds, group.number if self.network.like == "nccl" else None, group.network.link)
+        self.device.transmit(passage, launch.fill)
+        if self.messages is not None:
+            self.messages.append(SentMessage(launch.what, launch.nbytes, passage))
+        return ModelledWork(self.device, passage, launch)
+
+
 class ModelledGroup(dist.ProcessGroup):
     """One rank's view of ``size`` ranks, none of which is there. See the module docstring."""
 
     fabric: Fabric
     number: int  # among the groups of the process
+    network: Network  # among its ranks
     _rank: int
     _size: int
     _name: str
-    _open: Launch | None  # a group call under way
+    _open: ModelledLaunch | None  # a group call under way
     _open_work: list[_Deferred]
 
-    def __init__(self, fabric: Fabric, rank: int, size: int, name: str) -> None:
-        super().__init__(rank, size)
-        self.fabric, self.number = fabric, fabric.groups
+    def __init__(self, fabric: Fabric, rank: int, ranks: Sequence[int], name: str) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.fabric, self.number, self.network = fabric, fabric.groups, fabric.network.of(ranks)
         fabric.groups += 1
-        self._rank, self._size, self._name = rank, size, name
+        self._rank, self._size, self._name = rank, len(ranks), name
         self._open, self._open_work = None, []
 
     # ------------------------------------------------------------------------------------------- what it is
@@ -132,7 +173,7 @@ class ModelledGroup(dist.ProcessGroup):
         return self._size
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """As c10d registers it."""
         return self._name
 
@@ -142,16 +183,16 @@ class ModelledGroup(dist.ProcessGroup):
 
     name = getBackendName
 
-    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:  # type: ignore[override]
         """What a library that asks for the back end is told."""
-        name = "nccl" if self.fabric.network.like == "nccl" else "modelled"
+        name = "modelled" if self.network.like == "collective" else self.network.like
         return SimpleNamespace(name=lambda: name)
 
     # ------------------------------------------------------------------------------------------- launches
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self.fabric.network.like == "nccl":
-            self._open, self._open_work = Launch("", 0.0, 0.0), []
+        if self.network.like == "nccl":
+            self._open, self._open_work = ModelledLaunch("", 0.0, 0.0), []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         launch, self._open = self._open, None
@@ -171,11 +212,11 @@ class ModelledGroup(dist.ProcessGroup):
         result: Sequence[Tensor] = (),
         passes: int = 1,
     ) -> Any:
-        network = self.fabric.network
+        network = self.network
         fills = list(fills) if network.fills else []
         if self._open is None:
             seconds = network.seconds(nbytes, self._size, passes)
-            return self.fabric.send(Launch(what, seconds, nbytes, fills, list(result)), self)
+            return self.fabric.send(ModelledLaunch(what, seconds, nbytes, fills, list(result)), self)
         launch = self._open
         if not launch.what:
             launch.seconds = passes * network.alpha(self._size)
@@ -221,7 +262,7 @@ class ModelledGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Every output is filled with the input."""
         pairs = [(target, own) for targets, own in zip(outputs, inputs, strict=True) for target in targets]
         fills = [_copy(target, own) for target, own in pairs]
@@ -233,18 +274,26 @@ class ModelledGroup(dist.ProcessGroup):
         fill = self._summed(output, self._part(input), opts)
         return self._issue("reduce_scatter", self._share(input.nbytes), [fill], [output])
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """In place."""
         nbytes = 2 * self._share(sum(tensor.nbytes for tensor in tensors))
         return self._issue("all_reduce", nbytes, [self._summed(t, t, opts) for t in tensors], tensors, passes=2)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """The source has what this rank has."""
         return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), (), tensors)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Takes no time on this rank's link: what it receives does."""
+        return ModelledWork(self.fabric.device, Passage(0.0, end=0.0), ModelledLaunch("send", 0.0, 0.0))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """The region stays as it is."""
+        return self._issue("recv", sum(tensor.nbytes for tensor in tensors), (), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         """Latency, there and back."""
@@ -254,12 +303,12 @@ class ModelledGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         """Every rank sends this one what this one would send itself."""
-        own = input.split(input_sizes)[self._rank] if input_sizes else input.chunk(self._size)[self._rank]
-        parts = output.split(output_sizes) if output_sizes else output.chunk(self._size)
+        own = input.split(input_sizes)[self._rank] if input_sizes else input.chunk(self._size)[self._rank]  # type: ignore[no-untyped-call]
+        parts = output.split(output_sizes) if output_sizes else output.chunk(self._size)  # type: ignore[no-untyped-call]
         fills = [_copy(part, own) for part in parts if part.numel() == own.numel()]
         return self._issue("all_to_all", self._share(output.nbytes), fills, [output])
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
 def _copy(target: Tensor, own: Tensor) -> Callable[[], object]:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 
 class SkippingClock:
     """Shows the seconds that the host has worked, and those that it would have slept on top.
@@ -58,11 +56,13 @@ class Passage:
     Args:
         seconds: How long it holds the link.
         communicator: Whose launches are in order; None: it waits for none but on the link.
+        link: Which one it needs.
         mark: Its end, as the device knows it.
     """
 
     seconds: float
     communicator: int | None = None
+    link: str = ""
     start: float = math.nan
     end: float = math.nan
     mark: Any = None
@@ -91,24 +91,28 @@ class HostDevice:
     """A host that computes itself, as CPU ranks do: it blocks where it waits."""
 
     clock: SkippingClock
-    _link_free: float  # when the last message is through
+    _link_free: dict[str, float]  # when the last message on each link is through
 
     def __init__(self, clock: SkippingClock) -> None:
-        self.clock, self._link_free = clock, 0.0
+        self.clock, self._link_free = clock, {}
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
-        passage.start = max(self.clock.now(), self._link_free)
-        passage.end = self._link_free = passage.start + passage.seconds
+        """See ``Device``."""
+        passage.start = max(self.clock.now(), self._link_free.get(passage.link, 0.0))
+        passage.end = self._link_free[passage.link] = passage.start + passage.seconds
         with self.clock.outside():
             fill()
 
     def wait(self, passage: Passage) -> None:
+        """See ``Device``."""
         self.clock.wait_until(passage.end)
 
     def is_over(self, passage: Passage) -> bool:
+        """See ``Device``."""
         return self.clock.now() >= passage.end
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
+        """See ``Device``."""
         end = self.clock.now() + seconds
         result = work() if work is not None else None
         self.clock.wait_until(end)
@@ -117,59 +121,3 @@ class HostDevice:
     def synchronize(self) -> float:
         """Now: a host that has gone on is through with everything before."""
         return self.clock.now()
-
-
-class StreamDevice:
-    """An accelerator on which messages are kernels on a stream. On CUDA they spin for their time, else they take none.
-
-    Every message waits for what the current stream holds when it is issued, and ``wait`` has the current stream wait
-    for an event: what NCCL does. A spinning kernel occupies one thread block.
-
-    Args:
-        device: Which.
-    """
-
-    device: torch.device
-    _cycles: float  # per second; 0: kernels take no time
-    _link: torch.Stream
-
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        self.device = torch.device(device)
-        self._link = torch.Stream(device=self.device)
-        self._cycles = self._calibrated() if self.device.type == "cuda" else 0.0
-
-    def _calibrated(self, cycles: int = 20_000_000) -> float:
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(2):  # the first wakes the device up
-            begun.record()
-            torch.cuda._sleep(cycles)
-            ended.record()
-            ended.synchronize()
-        return cycles / (begun.elapsed_time(ended) / 1e3)
-
-    def spin(self, seconds: float) -> None:
-        """Occupy the current stream for so long."""
-        if cycles := int(seconds * self._cycles):
-            torch.cuda._sleep(cycles)
-
-    def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
-        self._link.wait_event(torch.accelerator.current_stream(self.device).record_event())
-        with self._link:
-            fill()
-            self.spin(passage.seconds)
-            passage.mark = self._link.record_event()
-
-    def wait(self, passage: Passage) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(passage.mark)
-
-    def is_over(self, passage: Passage) -> bool:
-        return bool(passage.mark.query())
-
-    def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
-        """A kernel on the current stream, beside what ``work`` enqueues."""
-        self.spin(seconds)
-        return work() if work is not None else None
-
-    def synchronize(self) -> float:
-        torch.accelerator.synchronize(self.device)
-        return time.perf_counter()

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from bench.simulators.clocks import Passage, SkippingClock
 from fullshard.memory import traced_wait
+from fullshard.planning.simulation.clocks import Passage, SkippingClock
 from fullshard.progress import PROGRESS
 
 
@@ -124,11 +124,11 @@ class SimulatedDevice:
     current: SimulatedStream
     _kernels: list[Kernel]  # whose end is not known, in the order of the host
     _last: dict[int, Kernel]  # message of each communicator
-    _link_free: float  # when the last message that was played is through
+    _link_free: dict[str, float]  # when the last message that was played on each link is through
 
     def __init__(self, clock: SkippingClock | None = None) -> None:
         self.clock = clock if clock is not None else SkippingClock()
-        self._kernels, self._last, self._link_free = [], {}, 0.0
+        self._kernels, self._last, self._link_free = [], {}, {}
         self.current = SimulatedStream(self)
 
     def stream(self) -> SimulatedStream:
@@ -191,11 +191,12 @@ class SimulatedDevice:
             if kernel.passage is None:
                 kernel.end = time + kernel.seconds
             else:
-                ready.append((max(time, self._link_free), time, len(ready), kernel))
+                free = self._link_free.get(kernel.passage.link, 0.0)
+                ready.append((max(time, free), time, len(ready), kernel))
         if ready:
             start, _, _, kernel = min(ready)
             assert kernel.passage is not None
-            kernel.end = self._link_free = start + kernel.seconds
+            kernel.end = self._link_free[kernel.passage.link] = start + kernel.seconds
             kernel.passage.start, kernel.passage.end = start, kernel.end
             kernel.passage = None  # which has the kernel
         for kernel in self._kernels:
@@ -223,7 +224,7 @@ def simulated_streams(device: SimulatedDevice) -> Iterator[None]:
         "stream": device.on,
         "synchronize": lambda *_: device.synchronize(),
     }
-    with mock.patch.multiple(torch.cpu, **replacements):
+    with mock.patch.multiple(torch.cpu, **replacements):  # type: ignore[call-overload]
         yield
 
 

@@ -1,0 +1,83 @@
+"""One rank that runs configurations of a plan, with every allocation recorded."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.contestants import start_fake_group
+from bench.memory_limit.ledger import mark, range_of, recorded
+from bench.models import batch_of, next_token_loss
+from bench.planned.cases import Case
+from bench.turns import reason_of
+from bench.worker import join_group
+from fullshard.progress import PROGRESS
+
+PLACE = "place"
+MEASURED = "measured step"
+WARMUP_STEPS = 2
+PHASES = ("forward", "backward", "the end of backward", "optimizer step")
+
+
+class Worker:
+    """Runs cases."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def run(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Peak of the last of three steps, its place, and bytes at rest; or why there is none."""
+        try:
+            return _run(Case(**case), self.rank)
+        except Exception as error:
+            return {"error": reason_of(error)}
+        finally:
+            PROGRESS.traced = None
+            gc.collect()
+
+
+def _run(case: Case, rank: int) -> dict[str, Any]:
+    batches = [batch_of(case.shape, step, rank) for step in range(WARMUP_STEPS + 1)]
+    with recorded() as ledger:
+        torch.manual_seed(0)
+        model, optimizer = case.build("cpu")
+        gc.collect()
+        for batch in batches[:-1]:
+            _step(model, optimizer, batch, case.microbatches)
+        gc.collect()
+        PROGRESS.traced = lambda event: mark(f"{PLACE}|{event[3]}|{event[4]}") if event[5] < 0 else None
+        with range_of(MEASURED):
+            _step(model, optimizer, batches[-1], case.microbatches)
+        PROGRESS.traced = None
+    span = ledger.span(MEASURED)
+    moment, nbytes = ledger.peak(span.begin, span.end)
+    place = ("forward", "")
+    for each in ledger.spans:
+        if each.name.startswith(PLACE) and each.begin <= moment:
+            _, phase, unit = each.name.split("|")
+            if phase in ("forward", "backward", "the end of backward", "optimizer step") or phase.startswith(
+                "user code"
+            ):
+                place = phase, unit
+    resting = sum(block.nbytes for block in ledger.alive(span.begin))
+    return {"peak": nbytes, "place": place, "resting": resting}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, microbatches: int) -> None:
+    for _ in range(microbatches):
+        next_token_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def build(ranks: int, rank: int = 0, store: str = "", threads: int = 1) -> Worker:
+    """Make rank 0 of a fake group if there is no file where ranks meet."""
+    torch.set_flush_denormal(True)
+    if store:
+        join_group(rank, ranks, store)
+    else:
+        start_fake_group(ranks)
+    return Worker(rank)

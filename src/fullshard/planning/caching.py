@@ -1,0 +1,116 @@
+"""What a caching allocator reserves for a sequence of allocations and frees, by the rules of torch's."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["CachingAllocator", "reserved_bytes"]
+
+MIB = 2**20
+_ROUND = 512
+_SMALL = MIB  # requests up to this come from segments of 2 MiB
+_SMALL_SEGMENT, _LARGE_SEGMENT, _LEAST_OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A part of a segment, between its neighbors."""
+
+    nbytes: int
+    small: bool
+    free: bool = False
+    before: _Chunk | None = None
+    after: _Chunk | None = None
+
+
+class CachingAllocator:
+    """Blocks in segments that are never given back.
+
+    A request is rounded up to 512 bytes and gets the smallest free block that is large enough, which is split if
+    enough is left. If there is none, a segment is reserved: 2 MiB for requests up to 1 MiB, 20 MiB for those below 10
+    MiB, else what is needed, in units of 2 MiB. Free neighbors are joined.
+    """
+
+    reserved: int
+    _free: dict[bool, list[tuple[int, int, _Chunk]]]  # by pool, in the order of sizes
+    _made: int
+
+    def __init__(self) -> None:
+        self.reserved, self._free, self._made = 0, {True: [], False: []}, 0
+
+    def allocate(self, nbytes: int) -> _Chunk:
+        """Return a block of so many bytes."""
+        size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
+        small = size <= _SMALL
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, (size, -1))
+        if place < len(pool):
+            chunk = pool.pop(place)[2]
+        else:
+            segment = (
+                _SMALL_SEGMENT
+                if small
+                else _LARGE_SEGMENT
+                if size < _LEAST_OWN_SEGMENT
+                else -(-size // (2 * MIB)) * 2 * MIB
+            )
+            self.reserved += segment
+            chunk = _Chunk(segment, small)
+        chunk.free = False
+        left = chunk.nbytes - size
+        if left >= _ROUND if small else left > _SMALL:
+            rest = _Chunk(left, small, before=chunk, after=chunk.after)
+            if chunk.after is not None:
+                chunk.after.before = rest
+            chunk.after, chunk.nbytes = rest, size
+            self._put(rest)
+        return chunk
+
+    def free(self, chunk: _Chunk) -> None:
+        """Take a block back."""
+        for other in (chunk.before, chunk.after):
+            if other is not None and other.free:
+                pool = self._free[chunk.small]
+                pool.pop(next(at for at, each in enumerate(pool) if each[2] is other))
+                chunk.nbytes += other.nbytes
+                if other is chunk.before:
+                    chunk.before = other.before
+                    if chunk.before is not None:
+                        chunk.before.after = chunk
+                else:
+                    chunk.after = other.after
+                    if chunk.after is not None:
+                        chunk.after.before = chunk
+        self._put(chunk)
+
+    def _put(self, chunk: _Chunk) -> None:
+        chunk.free = True
+        self._made += 1
+        bisect.insort(self._free[chunk.small], (chunk.nbytes, self._made, chunk))
+
+
+def _segment(size: int) -> int:
+    """Return the bytes to reserve for a request."""
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _LEAST_OWN_SEGMENT else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+
+
+def reserved_bytes(changes: Iterable[tuple[int, int]]) -> int:
+    """Return what is reserved in the end.
+
+    Args:
+        changes: Number of a storage, and bytes that it takes (positive) or gives back.
+    """
+    allocator = CachingAllocator()
+    held: dict[int, tuple[_Chunk, int]] = {}
+    for storage, nbytes in changes:
+        if storage in held:
+            chunk, before = held.pop(storage)
+            allocator.free(chunk)
+            nbytes += before
+        if nbytes > 0:
+            held[storage] = allocator.allocate(nbytes), nbytes
+    return allocator.reserved

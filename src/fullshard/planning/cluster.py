@@ -1,0 +1,194 @@
+"""Machines as figures: what computes, how much memory it has, and how it communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fullshard.errors import FullshardError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["PRESETS", "Cluster", "Link", "cluster_of"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """What collectives cost among some ranks: ``latency * hops + bytes / bandwidth``.
+
+    Attributes:
+        bandwidth: Bytes per second that a rank receives in a large collective.
+        latency: Seconds per launch.
+        hop_latency: Seconds per further rank, or node, of a ring.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    hop_latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of equal nodes.
+
+    Attributes:
+        name: For reports.
+        device: ``"accelerator"``: computes beside the host, with streams; ``"cpu"``: the host computes, and waits.
+        memory: Bytes of a rank's device.
+        flops: Floating-point operations per second that matrix multiplications are specified with, by dtype.
+        efficiency: The share of them that is reached.
+        bandwidth: Bytes per second of the device's memory, as specified.
+        bandwidth_efficiency: The share of it that is reached.
+        backend: ``"nccl"``, ``"gloo"``, or ``"collective"``: one whose collectives are launched one by one.
+        op_seconds: Seconds of the host for an operation.
+        kernel_seconds: Seconds that the shortest kernel takes.
+        node: Ranks of a node.
+        inner: Collectives within a node.
+        outer: Collectives over nodes, by their number; others are interpolated.
+        source: Where the figures are from.
+    """
+
+    name: str
+    device: str
+    memory: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    node: int
+    inner: Link
+    outer: Mapping[int, Link] = field(default_factory=dict)
+    efficiency: float = 0.6
+    bandwidth_efficiency: float = 0.8
+    backend: Literal["nccl", "gloo", "collective"] = "nccl"
+    op_seconds: float = 5e-6
+    kernel_seconds: float = 2e-6
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        positive = {"memory": self.memory, "bandwidth": self.bandwidth, "node": self.node}
+        wrong = {name: value for name, value in positive.items() if not value > 0}
+        if wrong or not self.flops or self.device not in ("accelerator", "cpu"):
+            raise ValueError(
+                f"cluster {self.name!r}: expected positive memory, bandwidth and node, flops by dtype, and a device "
+                f"that is 'accelerator' or 'cpu', found {wrong or dict(self.flops) or self.device!r}"
+            )
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Return operations per second that matrix multiplications in ``dtype`` reach."""
+        name = str(dtype).removeprefix("torch.")
+        return self.efficiency * self.flops.get(name, self.flops.get("float32", min(self.flops.values())))
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes per second that kernels read and write."""
+        return self.bandwidth_efficiency * self.bandwidth
+
+    def link(self, ranks: int, stride: int = 1) -> Link:
+        """Return what collectives cost over a group.
+
+        Args:
+            ranks: Size of the group.
+            stride: Distance of its ranks: 1 of neighbors, the size of a shard group of replicas.
+        """
+        span = (ranks - 1) * stride + 1
+        if span <= self.node:
+            return self.inner
+        nodes = min(ranks, math.ceil(span / self.node))
+        inside = max(1, min(ranks, self.node // stride))  # ranks of the group on a node share its network
+        found = _interpolated(self.outer, nodes)
+        return dataclasses.replace(found, bandwidth=found.bandwidth * inside / self.node)
+
+
+def _interpolated(known: Mapping[int, Link], nodes: int) -> Link:
+    """Return the link for a number of nodes: between two that are known by a power of it; beyond them, the nearest."""
+    sizes = sorted(known)
+    above = next((size for size in sizes if size >= nodes), sizes[-1])
+    below = max((size for size in sizes if size <= nodes), default=sizes[0])
+    if above == below or not below <= nodes <= above:
+        return known[above if nodes >= above else below]
+    share = math.log(nodes / below) / math.log(above / below)
+    first, last = known[below], known[above]
+    return Link(
+        *(
+            math.exp((1 - share) * math.log(max(a, 1e-12)) + share * math.log(max(b, 1e-12)))
+            for a, b in zip(dataclasses.astuple(first), dataclasses.astuple(last), strict=True)
+        )
+    )
+
+
+# Bytes per second of a node's eight ranks together, by nodes: all-gathers of 256 MB on AWS EFA, "network.csv".
+_EFA = {2: 184.61e9, 4: 118.97e9, 8: 69.0e9, 16: 54.97e9, 32: 27.97e9, 64: 11.04e9}
+
+
+def _gpu(name: str, memory: float, flops: Mapping[str, float], bandwidth: float, inner: Link, source: str) -> Cluster:
+    outer = {nodes: Link(speed, 20e-6) for nodes, speed in _EFA.items()}
+    return Cluster(name, "accelerator", memory, flops, bandwidth, 8, inner, outer, source=source)
+
+
+_SHEETS = "data sheets of NVIDIA, dense; all-gathers of 256 MB in a node and over nodes as published for AWS EFA"
+PRESETS: Mapping[str, Cluster] = {
+    "h100": _gpu("h100", 79.1 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 3.35e12,
+                 Link(249.85e9, 20e-6), _SHEETS),
+    "h200": _gpu("h200", 139.8 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 4.8e12,
+                 Link(249.85e9, 20e-6), _SHEETS),
+    "a100": _gpu("a100", 79.1 * GIB, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}, 2.04e12,
+                 Link(150e9, 20e-6), _SHEETS),
+    "b200": _gpu("b200", 178.4 * GIB, {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12}, 8e12,
+                 Link(450e9, 20e-6), _SHEETS),
+    "cpu": Cluster("cpu", "cpu", 8 * GIB, {"float32": 6e10, "bfloat16": 3e10}, 1e10, 64, Link(2e9, 1e-4),
+                   backend="gloo", op_seconds=0.0, kernel_seconds=5e-6, source="two cores of an AMD EPYC"),
+}  # fmt: skip
+
+
+def cluster_of(value: str | Path | Cluster) -> Cluster:
+    """Return a preset by name, or the cluster that a TOML file describes.
+
+    Args:
+        value: A name, a file, or the cluster itself. A file has the attributes of ``Cluster``; ``[inner]`` and
+            ``[outer.N]`` those of ``Link``; ``base``, the name of a preset that it changes.
+
+    Raises:
+        FullshardError: If there is neither, or the file does not describe a cluster.
+    """
+    if isinstance(value, Cluster):
+        return value
+    if str(value) in PRESETS:
+        return PRESETS[str(value)]
+    path = Path(value)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _from_table(path.stem, table)
+    except OSError as error:
+        raise FullshardError(
+            f"cluster: expected one of {', '.join(PRESETS)} or a TOML file, found {str(value)!r} ({error.strerror})"
+        ) from None
+    except (tomllib.TOMLDecodeError, TypeError, ValueError, KeyError) as error:
+        raise FullshardError(f"cluster: {path} does not describe a cluster: {error}") from None
+
+
+def _from_table(name: str, table: dict[str, Any]) -> Cluster:
+    base = table.pop("base", None)
+    if "inner" in table:
+        table["inner"] = Link(**table["inner"])
+    if "outer" in table:
+        table["outer"] = {int(nodes): Link(**link) for nodes, link in table["outer"].items()}
+    if base is not None:
+        if base not in PRESETS:
+            raise ValueError(f"base: expected one of {', '.join(PRESETS)}, found {base!r}")
+        return dataclasses.replace(PRESETS[base], **{"name": name, **table})
+    known: Sequence[str] = [each.name for each in dataclasses.fields(Cluster)]
+    unknown = [key for key in table if key not in known]
+    if unknown:
+        raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    return Cluster(**{"name": name, **table})

@@ -1,0 +1,267 @@
+"""Run training steps of a sharded model without memory and without time, on a machine that is given in figures.
+
+[Note: The dry run]
+The engine itself runs: its hooks, its units, its streams and its collectives, on the meta device. Tensors have shapes
+and no values. Each operation takes the time that a roofline gives it, on streams that keep time; each collective that
+of a modelled network. So a plan has the schedule and the buffers of the runtime because it is the runtime, and a change
+of the engine is a change of all plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.debug.tracing.recorder import Trace, own_groups
+from fullshard.errors import FullshardError
+from fullshard.memory import HostCommStream, simulated
+from fullshard.planning.caching import reserved_bytes
+from fullshard.planning.cluster import Cluster
+from fullshard.planning.ledger import Change, Ledger, Peak
+from fullshard.planning.operations import Costs, fused_attention, tensors_in
+from fullshard.planning.simulation.clocks import HostDevice, SkippingClock
+from fullshard.planning.simulation.network import Network
+from fullshard.planning.simulation.ranks import modelled_ranks
+from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane, simulated_streams
+from fullshard.progress import PROGRESS, Event
+
+__all__ = ["DryRun", "Step", "dry_run"]
+
+_KINDS = {
+    "forward": "activations",
+    "user code after the forward": "logits and loss",
+    "backward": "gradients and workspace",
+    "the end of backward": "gradients and workspace",
+    "optimizer step": "optimizer state",
+}
+_COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "pack_gradients")
+
+
+@dataclass(frozen=True)
+class _ClusterNetwork(Network):
+    """A cluster's links, which depend on the ranks of a group."""
+
+    cluster: Cluster | None = None
+
+    def of(self, ranks: Sequence[int]) -> Network:
+        """Return the link of a group of ranks in even distances."""
+        assert self.cluster is not None
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        link = self.cluster.link(len(ranks), stride)
+        inside = (len(ranks) - 1) * stride < self.cluster.node
+        return Network(
+            link.bandwidth,
+            link.latency,
+            link.hop_latency,
+            like=self.like,
+            fills=False,
+            link="inner" if inside else "outer",
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a dry run found about the last of its steps.
+
+    Attributes:
+        seconds: From its begin until the device is through.
+        flops: Of matrix multiplications and attention, on this rank.
+        computation: Seconds of kernels on the compute stream.
+        resting: Bytes between steps.
+        reserved: Bytes that a caching allocator has reserved.
+        peak: The moment with most memory.
+        changes: Allocations and frees, with seconds since the begin of the step.
+        trace: With segments and exposed communication of this rank.
+        unknown: Operations without a rule, which were counted by the bytes that they read and write.
+    """
+
+    seconds: float
+    flops: float
+    computation: float
+    resting: int
+    reserved: int
+    peak: Peak
+    changes: Sequence[tuple[float, Change]]
+    trace: Trace
+    unknown: Sequence[str]
+
+
+class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the time and the memory of operations, as they are dispatched.
+
+    Args:
+        cluster: The machine.
+        device: Its streams, or its host.
+    """
+
+    cluster: Cluster
+    costs: Costs
+    ledger: Ledger
+    events: list[tuple[Any, Event]]
+    computation: float
+
+    def __init__(self, cluster: Cluster, device: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cluster, self.costs, self._device = cluster, Costs(cluster), device
+        self.ledger = Ledger(self.mark, self._kind)
+        self.events, self.computation = [], 0.0
+        self._operations: list[str] = []
+        self._pending = self._issued = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if tensor.is_meta and not self.ledger.knows(tensor):
+                storage = tensor.untyped_storage()._cdata
+                if all(storage != other.untyped_storage()._cdata for other in tensors_in(args)):  # made before the run
+                    self.ledger.see(tensor)
+        seconds = self.costs.seconds(func, args, kwargs, result)
+        if seconds:
+            self._pending += seconds
+            clock = self._device.clock
+            clock.wait_until(clock.now() + self.cluster.op_seconds)
+            self._issued += self.cluster.op_seconds
+        return result
+
+    def flush(self) -> None:
+        """Put what was dispatched onto the current stream, as one kernel: no shorter than the host took to issue it."""
+        if self._pending:
+            seconds, self._pending = max(self._pending, self._issued), 0.0
+            self.computation, self._issued = self.computation + seconds, 0.0
+            self._device.compute(seconds)
+
+    def mark(self) -> Any:
+        """Mark the present: of the current stream, or of the host."""
+        if isinstance(self._device, SimulatedDevice):
+            return self._device.clock.now(), self._device.current.after, self._pending
+        return self._device.clock.now() + self._pending
+
+    def seconds(self, mark: Any) -> float:
+        """Return the time of a mark."""
+        if isinstance(self._device, SimulatedDevice):
+            now, kernels, pending = mark
+            return max([now, *self._device.ends_of(kernels)]) + pending  # type: ignore[no-any-return]
+        return float(mark)
+
+    def noted(self, event: tuple[float, int, int, str, str, int, int]) -> None:
+        """Take an event of the engine."""
+        self.flush()
+        kind, what = event[3], event[4]
+        if kind == "begin":
+            self._operations.append(what.partition(" ")[0])
+        elif kind == "end" and self._operations:
+            self._operations.pop()
+        self.events.append((self.mark(), Event(*event)))
+
+    def _kind(self) -> tuple[str, tuple[str, str]]:
+        where = PROGRESS.phase, PROGRESS.unit or ""
+        if self._operations and self._operations[-1] in _COMMUNICATION:
+            return "communication buffers", where
+        return _KINDS.get(PROGRESS.phase, "parameters"), where
+
+
+@contextlib.contextmanager
+def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
+    """Be rank 0 of a cluster, without memory and time, as long as the block lasts."""
+    if dist.is_initialized():
+        raise FullshardError("plan: expected no process group, found one; plan before init_process_group, or elsewhere")
+    clock = SkippingClock(lambda: 0.0)
+    on_host = cluster.device == "cpu"
+    device: Any = HostDevice(clock) if on_host else SimulatedDevice(clock)
+    network = _ClusterNetwork(1.0, like=cluster.backend, fills=False, cluster=cluster)
+    run = DryRun(cluster, device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"FULLSHARD_WATCHDOG_S": "0"}))
+        if not on_host:
+            stack.enter_context(simulated_streams(device))
+        stack.enter_context(simulated(HostCommStream if on_host else partial(SimulatedLane, device)))  # type: ignore[arg-type]
+        stack.enter_context(modelled_ranks(ranks, network, device=device))
+        stack.enter_context(run.ledger.resizes())
+        stack.enter_context(fused_attention())
+        stack.enter_context(run)
+        stack.callback(setattr, PROGRESS, "traced", PROGRESS.traced)
+        yield run
+
+
+def dry_run(
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+    loss: Callable[[nn.Module], Tensor],
+    *,
+    cluster: Cluster,
+    ranks: int,
+    microbatches: int = 1,
+    steps: int = 2,
+) -> Step:
+    """Run steps of training without memory and time.
+
+    Args:
+        build: Returns a model on the meta device, sharded over a mesh of device type ``"meta"``, and its optimizer.
+        loss: Runs the forward of a microbatch, and returns the loss.
+        cluster: The machine.
+        ranks: Size of the job.
+        microbatches: Forwards and backwards of a step.
+        steps: The last one counts: the first one has no order of units, and no optimizer state.
+
+    Returns:
+        What was found.
+
+    Raises:
+        FullshardError: If a process group exists, or the model needs values to run.
+    """
+    with _on(cluster, ranks) as run:
+        model, optimizer = build()
+        gc.collect()
+        sharded = run.ledger.alive()  # a model is not unsharded on the device if it is built on the meta device
+        built = len(run.ledger.changes)
+        for _ in range(steps):
+            run.flush()
+            begun, flops, computed = run._device.synchronize(), run.costs.flops, run.computation
+            first, run.events = len(run.ledger.changes), []
+            PROGRESS.traced = run.noted
+            PROGRESS.enter("user code", None)
+            _train(model, optimizer, loss, microbatches)
+            PROGRESS.enter("the end of the step", None)
+            PROGRESS.traced = None
+            ended = run._device.synchronize()
+        trace = Trace()
+        trace.add(0, [event._replace(time=run.seconds(mark)) for mark, event in run.events], own_groups())
+        changes = [(run.seconds(change.moment) - begun, change) for change in run.ledger.changes[first:]]
+        peak = run.ledger.peak(first)
+        resting = sum(change.nbytes for change in run.ledger.changes[:first])
+        return Step(
+            ended - begun, run.costs.flops - flops, run.computation - computed, resting,
+            reserved_bytes([*sharded, *((each.storage, each.nbytes) for each in run.ledger.changes[built:])]),
+            peak, changes, trace,
+            sorted(run.costs.unknown),
+        )  # fmt: skip
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor], microbatches: int
+) -> None:
+    try:
+        for index in range(microbatches):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_is_last_backward(index == microbatches - 1)  # type: ignore[operator]
+            loss(model).backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise FullshardError(
+            f"plan: the model needs values to run: {error}. Expected a forward and a loss whose branches and shapes "
+            "do not depend on the values of tensors"
+        ) from error
+    optimizer.step()
+    optimizer.zero_grad()

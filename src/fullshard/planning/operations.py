@@ -1,0 +1,111 @@
+"""What operations cost: a roofline of their floating-point operations and of the bytes that they read and write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fullshard.planning.cluster import Cluster
+
+__all__ = ["Costs", "fused_attention", "tensors_in"]
+
+_aten = torch.ops.aten
+# Operations that neither read nor write memory, beside views.
+_FREE = {
+    _aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.set_,
+    _aten.resize_, _aten.detach, _aten._unsafe_view, _aten.is_same_size, _aten.lift_fresh, _aten.record_stream,
+}  # fmt: skip
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of an operation."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+class Costs:
+    """Seconds of operations on a cluster's device.
+
+    Args:
+        cluster: With the figures.
+    """
+
+    cluster: Cluster
+    unknown: set[str]  # operations of other libraries, which were counted by bytes
+    flops: float  # of all so far
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.unknown, self.flops = cluster, set(), 0.0
+
+    def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Return the seconds of one operation; 0 if it starts no kernel."""
+        packet = func._overloadpacket
+        if func.is_view or packet in _FREE:
+            return 0.0
+        outputs = list(tensors_in(result))
+        if not outputs and not any(True for _ in tensors_in(args)):
+            return 0.0
+        nbytes = sum(t.nbytes for t in (*tensors_in(args), *tensors_in(kwargs), *outputs))
+        seconds = max(self.cluster.kernel_seconds, nbytes / self.cluster.bytes_per_second)
+        count: Callable[..., int] | None = _FLOPS.get(packet)
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=result)
+            self.flops += flops
+            dtype = next((t.dtype for t in tensors_in(args) if t.is_floating_point()), torch.float32)
+            return max(seconds, flops / self.cluster.flops_of(dtype))
+        if func.namespace not in ("aten", "prim", "prims", "fullshard"):
+            self.unknown.add(str(func))
+        return seconds
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Have ``scaled_dot_product_attention`` on the meta device be one kernel, as on CPUs and GPUs; else it is several.
+
+    Flash kernels and memory-efficient ones save the same tensors: inputs, output, and a number per query.
+    """
+    usual = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (_fused if query.is_meta else usual)(query, key, value, *args, **kwargs)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    result: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
+
+
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}

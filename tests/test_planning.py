@@ -1,0 +1,244 @@
+"""Plans: memory and time by dry runs of the engine, clusters, the caching allocator, bad input, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.simulators.silent import silent_ranks
+from torch import nn
+from typer.testing import CliRunner
+
+import fullshard
+from fullshard import FullshardError
+from fullshard.cli import app
+from fullshard.planning.caching import MIB, CachingAllocator, reserved_bytes
+from fullshard.planning.cluster import PRESETS, Cluster, Link, cluster_of
+from fullshard.planning.ledger import Ledger
+from fullshard.planning.plan import Choices
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 512
+
+
+class Block(nn.Module):
+    """A layer with parts, so that it can be recomputed."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def net(blocks: int = 4, width: int = WIDTH) -> nn.Module:
+    """Blocks on the meta device."""
+    with torch.device("meta"):
+        return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+def planned(model: nn.Module | None = None, rows: int = 32, **options: Any) -> Any:
+    """A plan of a small model."""
+    chosen = {"ranks": 8, "cluster": "h100", **options}
+    return fullshard.plan(net() if model is None else model, torch.empty(rows, WIDTH), **chosen)
+
+
+def test_parts_of_memory() -> None:
+    """Parameters and state are shares of the ranks; two units are unsharded; the parts at the peak add up to it."""
+    model = net(blocks=12)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    plan = planned(model)
+    parts = plan.step.peak.parts
+    assert sum(parts.values()) == plan.allocated_bytes
+    assert parts["parameters"] == nbytes / 8
+    assert 2 * nbytes / 8 <= parts["optimizer state"] < 2 * nbytes / 8 + 4096  # and the number of steps
+    assert nbytes / 6 <= parts["unsharded parameters"] <= nbytes / 3
+    assert plan.step.resting == pytest.approx(parts["parameters"] + parts["optimizer state"], rel=1e-3)
+    assert not any(parameter.grad is not None for parameter in model.parameters())  # the model stays as it is
+    assert plan.reserved_bytes >= plan.allocated_bytes and plan.fits
+    assert not dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, memory=1000.0)).fits
+
+
+def test_what_choices_change() -> None:
+    """Recomputation saves activations and costs operations; bf16 halves unsharded parameters; replicas hold more."""
+    base = planned(rows=4096)
+    again = planned(rows=4096, choices={"checkpoint_activations": True})
+    assert again.allocated_bytes < base.allocated_bytes
+    assert again.step.flops == pytest.approx(7 / 6 * base.step.flops, rel=0.01)  # a block's last layer is not needed
+    half = planned(choices=Choices(mixed_precision="bf16"))
+    assert half.step.peak.parts["unsharded parameters"] < planned().step.peak.parts["unsharded parameters"]
+    hybrid = planned(choices={"replicas": 2})
+    assert hybrid.step.resting == pytest.approx(2 * planned().step.resting, rel=0.01)
+    assert "mesh = init_device_mesh" in hybrid.table() and "(2, 4)" in hybrid.choices.code(8)
+    twice = planned(choices={"microbatches": 2})
+    assert twice.step.flops == pytest.approx(2 * planned().step.flops)
+
+
+def test_time_follows_the_figures() -> None:
+    """A slow network is exposed, a fast one is not; a host that issues slowly takes the time; parts add up."""
+    fast = dataclasses.replace(PRESETS["h100"], op_seconds=0.0, inner=Link(1e15))
+    assert planned(cluster=fast).exposed_seconds < 1e-5  # packing
+    slow = dataclasses.replace(fast, inner=Link(1e6))
+    plan = planned(cluster=slow)
+    assert plan.exposed_seconds == pytest.approx(plan.step.seconds - plan.step.computation, rel=0.02)
+    received = sum(parameter.nbytes for parameter in net().parameters()) * 7 / 8
+    assert plan.step.seconds > 2 * received / 1e6  # all-gathers of forward and backward, less kept units; reductions
+    host = dataclasses.replace(fast, op_seconds=1e-3)
+    assert planned(cluster=host).step.seconds > 0.05
+    assert sum(segment.seconds for segment in plan.step.trace.segments[0]) == pytest.approx(plan.step.seconds, rel=0.01)
+
+
+def test_caching_allocator() -> None:
+    """Sizes are rounded, segments are reserved by size, free blocks are split and joined, and kept."""
+    for nbytes, reserved in ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB, 10), (11 * MIB + 1, 12), (100 * MIB, 100)):
+        allocator = CachingAllocator()
+        allocator.free(allocator.allocate(nbytes))
+        assert allocator.reserved == reserved * MIB, nbytes
+    allocator = CachingAllocator()
+    first = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved == 20 * MIB  # one segment, split
+    for chunk in (first[1], first[3], first[2], first[0]):
+        allocator.free(chunk)
+    allocator.allocate(9 * MIB)  # of the joined block
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(12 * MIB)
+    assert allocator.reserved == 32 * MIB
+    assert reserved_bytes([(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB)]) == 30 * MIB
+    assert reserved_bytes([(0, 30 * MIB), (1, 30 * MIB)]) == 60 * MIB
+
+
+def test_ledger() -> None:
+    """Storages are seen once, with their ends and resizes; the peak is where most are alive."""
+    ledger = Ledger(lambda: 0, lambda: ("kind", ("phase", "unit")))
+    one, two = torch.empty(10, device="meta"), torch.empty(20, device="meta")
+    with ledger.resizes():
+        ledger.see(one)
+        assert ledger.knows(one.view(5, 2)) and not ledger.knows(two)
+        ledger.see(two)
+        two.untyped_storage().resize_(0)
+        del one
+        two.untyped_storage().resize_(80)
+    assert [change.nbytes for change in ledger.changes] == [40, 80, -80, -40, 80]
+    peak = ledger.peak(0)
+    assert (peak.nbytes, peak.index, dict(peak.parts), peak.where) == (120, 1, {"kind": 120}, ("phase", "unit"))
+    assert ledger.peak(2).nbytes == 120 and ledger.peak(3).nbytes == 80
+    assert ledger.alive() == [(1, 80)]
+
+
+def test_clusters(tmp_path: Path) -> None:
+    """Presets, files that change one, links within and between nodes, and what is no cluster."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "h100"\nefficiency = 0.5\n[inner]\nbandwidth = 1e9\n[outer.4]\nbandwidth = 1e8\nlatency = 1e-3\n'
+    )
+    cluster = cluster_of(path)
+    assert (cluster.name, cluster.efficiency, cluster.node) == ("mine", 0.5, 8)
+    assert cluster.link(8) == Link(1e9)
+    assert (
+        cluster.link(32) == Link(1e8, 1e-3) and cluster.link(4, stride=8).bandwidth == 1e8 / 8
+    )  # one rank of each node
+    h100 = PRESETS["h100"]
+    assert h100.link(16).bandwidth > h100.link(24).bandwidth > h100.link(32).bandwidth  # interpolated
+    assert cluster_of(h100) is h100
+    for text, message in {
+        "no = [": "does not describe a cluster",
+        'base = "nothing"': "base: expected one of h100",
+        "unknown = 1": "unknown unknown; known are name",
+        'base = "h100"\nmemory = -1': "expected positive memory",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(FullshardError, match=message):
+            cluster_of(path)
+    with pytest.raises(FullshardError, match=r"expected one of h100, .* or a TOML file, found 'nosuch'"):
+        cluster_of("nosuch")
+
+
+class NeedsValues(nn.Module):
+    """Looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum().item() > 0 else x
+
+
+def test_bad_input() -> None:
+    """Errors say what was expected and found, and leave no process group behind."""
+    with pytest.raises(FullshardError, match="expected a model on the meta device, found 16 parameters and buffers"):
+        planned(nn.Sequential(*(Block() for _ in range(4))))
+    with torch.device("meta"):
+        model = nn.Sequential(NeedsValues())
+    with pytest.raises(FullshardError, match="the model needs values to run"):
+        planned(model)
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="expected ranks that are a multiple of replicas, found 8 and 3"):
+        planned(choices={"replicas": 3})
+    with silent_ranks(4), pytest.raises(FullshardError, match="expected no process group, found one"):
+        planned()
+
+
+@torch.library.custom_op("planning_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """An operation without a rule."""
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class Other(nn.Module):
+    """Uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twice(self.block(x))
+
+
+def test_operations_without_a_rule_are_named() -> None:
+    """They take the time of their bytes."""
+    with torch.device("meta"):
+        model = nn.Sequential(Other())
+    assert "planning_test.twice.default take the time of the bytes" in planned(model).table()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A table and files; exit code 1 if it does not fit, 2 for bad input."""
+    file = tmp_path / "model.py"
+    code = ("from torch import nn", "import torch", "def build():", "    return nn.Linear(64, 64), torch.empty(4, 64)")
+    file.write_text("\n".join(code))
+    arguments = ["plan", f"{file}:build", "--ranks", "4"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "Memory of a rank at its peak" in done.output, done.output
+    stored = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert (
+        stored["memory"]["fits"] and stored["ranks"] == 4 and (tmp_path / "out" / "plan.txt").read_text() in done.output
+    )
+    small = tmp_path / "small.toml"
+    small.write_text('base = "h100"\nmemory = 1000.0\n')
+    assert CliRunner().invoke(app, [*arguments, "--cluster", str(small)]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["plan", "nothing", "--ranks", "4"])
+    assert wrong.exit_code == 2 and "expected module:function" in wrong.output
+    settings = tmp_path / "config.toml"
+    settings.write_text("[model]\nlayers = 2\n")
+    done = CliRunner().invoke(app, ["plan", str(settings), "--ranks", "2", "--cluster", "cpu"])
+    assert done.exit_code == 0 and "GPT" in done.output, done.output
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its Python runs as it stands, and its cluster is one."""
+    page = (ROOT / "docs" / "how_to" / "planning.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/how_to/planning.md", "exec"), {"__name__": "page"})
+    assert "Memory of a rank at its peak, in the backward of layers.6" in capsys.readouterr().out
+    assert isinstance(PRESETS["h100"], Cluster)
