@@ -213,7 +213,10 @@ class ModelledGroup(dist.ProcessGroup):
         passes: int = 1,
     ) -> Any:
         network = self.network
-        fills = list(fills) if network.fills else []
+        objects = any(
+            not (tensor.is_meta or tensor.is_floating_point()) for tensor in result
+        )  # pickled, or sizes of them
+        fills = list(fills) if network.fills or objects else []
         if self._open is None:
             seconds = network.seconds(nbytes, self._size, passes)
             return self.fabric.send(ModelledLaunch(what, seconds, nbytes, fills, list(result)), self)
