@@ -19,21 +19,22 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     "train": (0, 2.5, "The example trainer behind\nthe command fullshard train"),
     "dropin": (0, 7.5, "Replaces torch.distributed.fsdp\nin programs that import it"),
     PUBLIC: (1, 5.0, "The public names, imported when they are first used"),
-    "composable": (2, 2.5, "fully_shard and replicate:\nthe FSDP2 front end"),
-    "wrapper": (2, 7.5, "FullyShardedDataParallel:\nthe FSDP1 front end"),
-    "frontend": (3, 7.5, "Argument checks; base class\nof both front ends"),
-    "debug": (3, 2.5, "Origin of NaN, replicas,\nreplays, traces"),
-    "checkpoint": (4, 2.5, "Saves and loads\nsharded state"),
-    "wrap": (4, 7.5, "Wrap policies: which\nmodules become units"),
-    "optim": (5, 2.5, "Optimizers on local\ntensors, Muon, norms"),
-    "engine": (6, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
-    "ranks": (7, 5.0, "How ranks agree: equal values, errors on every rank"),
-    "comm": (8, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),
-    "layout": (9, 2.5, "Numbers: where each parameter\nlies in a buffer. No torch"),
-    "memory.py": (9, 7.5, "Storage that is freed and\nrefilled; streams and events"),
+    "planning": (2, 2.5, "Memory and time before the run:\ndry runs of the engine"),
+    "composable": (3, 2.5, "fully_shard and replicate:\nthe FSDP2 front end"),
+    "wrapper": (3, 7.5, "FullyShardedDataParallel:\nthe FSDP1 front end"),
+    "frontend": (4, 7.5, "Argument checks; base class\nof both front ends"),
+    "debug": (4, 2.5, "Origin of NaN, replicas,\nreplays, traces"),
+    "checkpoint": (5, 2.5, "Saves and loads\nsharded state"),
+    "wrap": (5, 7.5, "Wrap policies: which\nmodules become units"),
+    "optim": (6, 2.5, "Optimizers on local\ntensors, Muon, norms"),
+    "engine": (7, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
+    "ranks": (8, 5.0, "How ranks agree: equal values, errors on every rank"),
+    "comm": (9, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),
+    "layout": (10, 2.5, "Numbers: where each parameter\nlies in a buffer. No torch"),
+    "memory.py": (10, 7.5, "Storage that is freed and\nrefilled; streams and events"),
 }
 ROW, BOX, TOP = 0.86, 0.58, 0.55
-CROSSED = 3  # above this row arrows cross
+CROSSED = 4  # above this row arrows cross
 
 
 def imports(text: str, package: list[str]) -> Iterator[str]:
@@ -132,6 +133,7 @@ def _arrow(axis: Any, palette: Palette, own: str, other: str) -> None:
         "",
         xy=(end, _top(other)),
         xytext=(start, _top(own) + BOX),
+        zorder=0.5,  # behind the boxes between the two
         arrowprops={"arrowstyle": "-|>", "color": palette.muted, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0},
     )
 

@@ -173,7 +173,8 @@ def plan(
 
     Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
     """
-    import fullshard
+    from fullshard.errors import FullshardError
+    from fullshard.planning.plan import plan as plan_step
     from fullshard.train.planned import model_of
 
     choices = {
@@ -184,11 +185,11 @@ def plan(
     }
     try:
         made, arguments, loss = model_of(model, batch, sequence)
-        found = fullshard.plan(made, arguments, ranks=ranks, cluster=cluster, loss=loss, choices=choices)
+        found = plan_step(made, arguments, ranks=ranks, cluster=cluster, loss=loss, choices=choices)
         if out is not None:
             found.save(out)
-    except (fullshard.FullshardError, ValueError, OSError) as error:
-        _fail(str(error), "plan")
+    except (FullshardError, ValueError, OSError) as error:
+        _fail(str(error).removeprefix("plan: "), "plan")
     typer.echo(found.table())
     raise typer.Exit(0 if found.fits else 1)
 
