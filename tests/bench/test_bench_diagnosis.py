@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench.diagnosis import driver
+from bench.diagnosis import driver, modelled
 from bench.diagnosis.modelled import compare
 from bench.diagnosis.worker import DELAYED_UNIT, IN_BACKWARD
 from small_runs import run_small
@@ -30,10 +30,11 @@ def test_what_counts_as_named() -> None:
 
 def test_small_run(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Every figure is there; a busy machine need not name anything."""
+    monkeypatch.setattr(modelled, "RATIOS", (1.0,))
     monkeypatch.setattr(driver, "SMALL", {"width": 64, "blocks": 6, "tokens": 16})
     monkeypatch.setattr(driver, "LARGE", {"width": 64, "blocks": 6, "tokens": 16})
     page, stored = run_small(tmp_path, "diagnosis", "--rounds 1 --steps-per-round 3 --ranks 8")
-    assert stored["late"][IN_BACKWARD]["runs"] == 1 and len(stored["cells"]) == 12
+    assert stored["late"][IN_BACKWARD]["runs"] == 1 and len(stored["cells"]) == 4
     assert stored["costs"]["parts"]["median"] == pytest.approx(1, rel=0.2)
     assert stored["costs"]["watchdog"]["notes"] > 20
     assert "| in its backward | 1 |" in page and "Against the targets: " in page

@@ -252,9 +252,7 @@ def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor], microbatches: int
 ) -> None:
     try:
-        for index in range(microbatches):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_is_last_backward(index == microbatches - 1)  # type: ignore[operator]
+        for _ in range(microbatches):
             loss(model).backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower():
