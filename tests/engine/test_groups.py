@@ -26,6 +26,7 @@ from pairwise import each_value
 from ranks import Rank, on_ranks
 
 DIM, VOCABULARY = 6, 13
+WIDE = 128  # enough that a unit of blocks is not tiny
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -223,6 +224,39 @@ def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
         loss.backward()
         assert (model.head.weight.grad is None) is (how == "no head")
         model.zero_grad()
+
+
+class Pairs(nn.Module):
+    """Ten blocks. ``reads``: between the two of a pair, the weight of the second one is read, by nobody's forward."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks, self.reads = nn.ModuleList(Block(WIDE) for _ in range(10)), reads
+        self.seen: list[int] = []  # unsharded units, at each step of the backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if self.reads and index % 2:
+                x = x * self.blocks[index].up.weight.square().mean()
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda _: self.seen.append(len(gathered(self))))
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reads", [False, True])
+def test_pairs_of_blocks(rank: Rank, reads: bool) -> None:
+    """Blocks called one after another are unsharded for their own backward; if one's weight is read between, before."""
+    reference, model = Pairs(reads=reads), Pairs(reads=reads)
+    for first in range(0, 10, 2):
+        fully_shard(list(model.blocks[first : first + 2]), mesh=rank.mesh, reshard_after_forward=True)
+    model = fully_shard(model, mesh=rank.mesh)
+    assert_trains_alike(model, reference, rank, lambda step: lambda m, r: m(batch(r, step, 3, WIDE)).square().mean())
+    model.seen.clear()
+    model(batch(rank.rank, 0, 3, WIDE)).square().mean().backward()
+    assert max(model.seen) == (5 if reads else 2)
 
 
 # ---------------------------------------------------------------- copies and saved weights
