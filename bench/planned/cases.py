@@ -31,6 +31,8 @@ class Case:
         microbatches: Of a step.
         replicas: More than 1: HSDP.
         front_end: Which.
+        tokens: Of a microbatch on a rank; 0: as is usual for the width.
+        blocks_per_unit: Consecutive blocks that are one unit; 0: the whole model is one unit.
     """
 
     width: int
@@ -40,12 +42,14 @@ class Case:
     microbatches: int = 1
     replicas: int = 1
     front_end: str = COMPOSABLE
+    tokens: int = 0
+    blocks_per_unit: int = 1
 
     @property
     def shape(self) -> GPTShape:
         """Of the model and of a microbatch."""
         blocks, tokens = {512: (6, 256), 1024: (8, 64)}[self.width]
-        return GPTShape(self.width, blocks, tokens)
+        return GPTShape(self.width, blocks, self.tokens or tokens)
 
     @property
     def name(self) -> str:
@@ -53,6 +57,8 @@ class Case:
         return ", ".join(
             [f"{self.width}", self.precision, f"{self.ranks} ranks"]
             + ["recomputation"] * self.checkpoint
+            + [f"{self.tokens} tokens"] * (self.tokens > 0)
+            + [f"{self.blocks_per_unit or 'all'} blocks per unit"] * (self.blocks_per_unit != 1)
             + [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
             + [f"{self.replicas} replicas"] * (self.replicas > 1)
             + [self.front_end] * (self.front_end != COMPOSABLE)
@@ -74,8 +80,10 @@ class Case:
             options: dict[str, Any] = {"mesh": self.mesh(device)}
             if half:
                 options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            for block in [module for module in model.modules() if isinstance(module, Block)]:
-                fully_shard(block, **options)
+            blocks = [module for module in model.modules() if isinstance(module, Block)]
+            for first in range(0, len(blocks) if self.blocks_per_unit else 0, max(1, self.blocks_per_unit)):
+                unit = blocks[first : first + self.blocks_per_unit]
+                fully_shard(unit if len(unit) > 1 else unit[0], **options)
             return fully_shard(model, **options)
         return FullyShardedDataParallel(
             model,
@@ -91,6 +99,19 @@ class Case:
             model = GPT(self.shape)
         sharded = self.sharded(model, device)
         return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+
+
+TIMED_RANKS = (1, 2, 4)
+
+
+def timed_cases(ranks: int) -> list[Case]:
+    """Four ways to train on 1,024 tokens per rank and step."""
+    return [
+        Case(512, ranks, tokens=1024),
+        Case(512, ranks, tokens=1024, checkpoint=True),
+        Case(512, ranks, tokens=256, microbatches=4, blocks_per_unit=2),
+        Case(512, ranks, tokens=512, microbatches=2, blocks_per_unit=0),
+    ]
 
 
 def memory_cases() -> Iterator[Case]:

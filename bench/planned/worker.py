@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bench.contestants import start_fake_group
@@ -37,6 +40,27 @@ class Worker:
         finally:
             PROGRESS.traced = None
             gc.collect()
+
+    def time(self, case: dict[str, Any], steps: int) -> dict[str, Any]:
+        """Seconds of each of some steps, after two others; or why there are none."""
+        try:
+            return {"seconds": list(_times(Case(**case), self.rank, steps))}
+        except Exception as error:
+            return {"error": reason_of(error)}
+        finally:
+            gc.collect()
+
+
+def _times(case: Case, rank: int, steps: int) -> Iterator[float]:
+    torch.manual_seed(0)
+    model, optimizer = case.build("cpu")
+    batches = [batch_of(case.shape, step, rank) for step in range(WARMUP_STEPS + steps)]
+    for number, batch in enumerate(batches):
+        dist.barrier()
+        begun = time.perf_counter()
+        _step(model, optimizer, batch, case.microbatches)
+        if number >= WARMUP_STEPS:
+            yield time.perf_counter() - begun
 
 
 def _run(case: Case, rank: int) -> dict[str, Any]:

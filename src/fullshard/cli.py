@@ -148,44 +148,60 @@ def generate(
 @app.command()
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="module:function or file.py:function that returns a model, a Hugging Face config.json, or the "
             "config.toml of a run.",
+            show_default=False,
         ),
-    ],
-    ranks: Annotated[int, typer.Option(help="Ranks of the job.", min=1)],
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks of the job, or of the calibration.", min=1)] = 1,
     cluster: Annotated[str, typer.Option(help="h100, h200, a100, b200, cpu, or a TOML file.")] = "h100",
-    batch: Annotated[int, typer.Option(help="Sequences of a microbatch on a rank.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences of a rank in a step.", min=1)] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences of all ranks in a step, instead of --batch.", show_default=False)
+    ] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
-    replicas: Annotated[int, typer.Option(help="Size of the replicate axis (HSDP).", min=1)] = 1,
-    mixed_precision: Annotated[str, typer.Option(help="bf16, fp16 or none.")] = "bf16",
+    memory: Annotated[float | None, typer.Option(help="GiB of a device, if not those of the cluster.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches of a step.", min=1)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Size of the replicate axis (HSDP).", min=1)] = None,
+    mixed_precision: Annotated[str | None, typer.Option(help="bf16, fp16 or none.  [default: bf16]")] = None,
     checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
-    ] = False,
+        float | None, typer.Option(help="Share of the blocks to recompute in backward, from 0 to 1.")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option(help="Recommend the choices that are not given, and say what each would change.")
+    ] = True,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure this machine, and write it as a cluster.", show_default=False),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write plan.json and plan.txt.", show_default=False)
+        Path | None, typer.Option(metavar="FOLDER", help="Write plan.json, plan.txt and plan.png.", show_default=False)
     ] = None,
 ) -> None:
-    """Predict memory and time of a training step, without a GPU, a process group or data.
+    """Predict memory and time of a training step, without a GPU, a process group or data, and recommend how to shard.
 
     Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
     """
     from fullshard.errors import FullshardError
-    from fullshard.planning.plan import plan as plan_step
-    from fullshard.train.planned import model_of
+    from fullshard.train.planned import Question, answer, measure
 
     choices = {
         "replicas": replicas,
-        "mixed_precision": None if mixed_precision == "none" else mixed_precision,
+        "mixed_precision": mixed_precision,
         "checkpoint_activations": checkpoint_activations,
         "microbatches": microbatches,
     }
+    given = {name: value for name, value in choices.items() if value is not None}
     try:
-        made, arguments, loss = model_of(model, batch, sequence)
-        found = plan_step(made, arguments, ranks=ranks, cluster=cluster, loss=loss, choices=choices)
+        if calibrate is not None:
+            typer.echo(measure(calibrate, ranks))
+            if model is None:
+                raise typer.Exit(0)
+        question = Question(model, ranks, calibrate or cluster, batch, global_batch, sequence, memory, given, search)
+        found = answer(question)
         if out is not None:
             found.save(out)
     except (FullshardError, ValueError, OSError) as error:

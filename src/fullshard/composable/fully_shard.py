@@ -29,7 +29,7 @@ from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
-from fullshard.wrap.plan import WrapTargets
+from fullshard.wrap.plan import ShardingPlan, WrapTargets
 
 __all__ = ["check_plan", "fully_shard", "replicate"]
 
@@ -74,7 +74,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    policy: Policy | PolicyFunction | WrapPlan | WrapTargets | None = None,
+    policy: Policy | PolicyFunction | WrapPlan | WrapTargets | ShardingPlan | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -108,8 +108,9 @@ def fully_shard(
         ignored_params: Parameters that are not sharded, moved or reduced.
         dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
-            arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Only
-            for one module, not for a list.
+            arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Or
+            what ``fullshard.plan`` returns, which also says what the arguments above are. Only for one module, not for
+            a list.
 
     Returns:
         The same ``module``, which is now also an ``FSDPModule``. For a list, the list of modules.
@@ -154,6 +155,8 @@ def fully_shard(
             "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
         }
+        if isinstance(policy, ShardingPlan):
+            return _planned(api, module, policy, arguments)
         with collection_paused():
             _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
@@ -236,6 +239,18 @@ def replicate(
     policy = _policy(api, mp_policy, offload_policy)
     _shard(api, modules, ranks, placer(api, ranks), policy, False, ignored_params, ReplicateModule)
     return module
+
+
+def _planned(api: str, module: nn.Module | Sequence[nn.Module], plan: ShardingPlan, arguments: dict[str, Any]) -> Any:
+    """Shard a model as a plan says, which says what all arguments are."""
+    usual = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy(), "ignored_params": []}
+    given = [name for name, value in arguments.items() if value is not None and value != usual.get(name)]
+    if given or not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{api}: policy: expected one module and no other arguments beside a plan of fullshard.plan, found "
+            f"{', '.join(given) or 'a list of modules'}; plan again with these choices"
+        )
+    return plan.shard(module)
 
 
 def _shard_inside(

@@ -26,7 +26,7 @@ from fullshard.frontend.arguments import (
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_blocks, plan_for
 from fullshard.wrap.blocks import plain_module, repeated_blocks
-from fullshard.wrap.plan import WrapTargets
+from fullshard.wrap.plan import ShardingPlan, WrapTargets
 from fullshard.wrap.tree import ModuleTree, has_forward
 
 __all__ = ["shard"]
@@ -40,10 +40,10 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     mixed_precision: Literal["bf16", "fp16"] | MixedPrecisionPolicy | None = None,
-    checkpoint_activations: bool | Callable[[nn.Module], bool] = False,
+    checkpoint_activations: bool | float | Callable[[nn.Module], bool] = False,
     offload: bool | OffloadPolicy = False,
     reshard_after_forward: bool | int | None = None,
-    plan: WrapPlan | WrapTargets | Policy | PolicyFunction | None = None,
+    plan: WrapPlan | WrapTargets | Policy | PolicyFunction | ShardingPlan | None = None,
     report: bool = True,
 ) -> FSDPModule:
     """Shard a model over the ranks in place, with units chosen by its structure, and print them on rank 0.
@@ -68,13 +68,14 @@ def shard(
             ``MixedPrecisionPolicy``; its ``output_dtype`` applies to the outputs of the model, not to those of blocks.
             None: the parameters' dtype.
         checkpoint_activations: True: recompute each repeated block in backward, except for blocks that are wrapped in
-            activation checkpointing already. A function: recompute the modules for which it returns True. False: wrap
-            nothing.
+            activation checkpointing already. A share from 0 to 1: so many of them, evenly spread (0.5: every second
+            one). A function: recompute the modules for which it returns True. False: wrap nothing.
         offload: True: keep shards, gradients and optimizer state in CPU memory. Or an ``OffloadPolicy``.
         reshard_after_forward: As for ``fully_shard``. None: True, except for the root and for the two units whose
             forwards end last, which stay unsharded until backward.
         plan: Units to shard instead of the default ones: a plan of ``fullshard.wrap``, a dict of arguments by module,
-            or a wrap policy. Their arguments override those of this call.
+            or a wrap policy. Their arguments override those of this call. What ``fullshard.plan`` returns says what
+            the arguments above are, too.
         report: Print the units, precision and checkpointing on rank 0.
 
     Returns:
@@ -103,6 +104,9 @@ def shard(
     check_instance(_API, model, nn.Module)
     root_modules(_API, model)
     check_bool(f"{_API}: report", report)
+    if isinstance(plan, ShardingPlan):
+        given = [mesh, mixed_precision, checkpoint_activations, offload, reshard_after_forward]
+        return _planned(model, plan, [each for each in given if each is not None and each is not False])
     precision, offload_policy = _precision(mixed_precision), _offloading(offload)
     ranks = shard_mesh_for(_API, mesh, None)
     check_reshard(_API, reshard_after_forward, ranks.world_size)
@@ -129,6 +133,17 @@ def shard(
     sharded = fully_shard(model, policy=units, **{**arguments, "mp_policy": precision})
     if report and dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
+    return sharded
+
+
+def _planned(model: nn.Module, plan: ShardingPlan, given: list[object]) -> FSDPModule:
+    if given:
+        raise ValueError(
+            f"{_API}: plan: expected no other arguments beside a plan of fullshard.plan, found {given}; plan again "
+            "with these choices"
+        )
+    sharded = plan.shard(model)
+    assert isinstance(sharded, FSDPModule)
     return sharded
 
 
@@ -159,9 +174,12 @@ def _checkpointed(model: nn.Module, choice: object) -> set[nn.Module]:
     """Return the modules to recompute in backward."""
     if choice is False:
         return set()
-    if choice is not True and (not callable(choice) or isinstance(choice, type)):
+    share = float(choice) if isinstance(choice, (bool, int, float)) else 1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{_API}: checkpoint_activations: expected a share from 0 to 1, found {choice}")
+    if not isinstance(choice, (bool, int, float)) and (not callable(choice) or isinstance(choice, type)):
         raise TypeError(
-            f"{_API}: checkpoint_activations: expected True, False or a function of a module, found "
+            f"{_API}: checkpoint_activations: expected True, False, a share or a function of a module, found "
             + (f"the class {choice.__name__}" if isinstance(choice, type) else type(choice).__name__)
         )
     if callable(choice):
@@ -169,9 +187,11 @@ def _checkpointed(model: nn.Module, choice: object) -> set[nn.Module]:
         if not selected:
             raise ValueError(f"{_API}: checkpoint_activations: the function returned True for no module")
         return selected
-    found = (block for each in repeated_blocks(ModuleTree(model)) for block in each.blocks)
-    blocks = {block for block in found if plain_module(block)._modules}  # to recompute a single layer saves nothing
-    if not blocks:
+    found = [block for each in repeated_blocks(ModuleTree(model)) for block in each.blocks]
+    found = [block for block in found if plain_module(block)._modules]  # to recompute a single layer saves nothing
+    # Rounded, for 0.1 * 10 is to be 1.
+    blocks = {block for at, block in enumerate(found) if int(round((at + 1) * share, 9)) > int(round(at * share, 9))}
+    if not found:
         raise ValueError(
             f"{_API}: checkpoint_activations: no repeated blocks found in this {type(model).__name__}; pass a function "
             "that returns True for the modules to recompute"

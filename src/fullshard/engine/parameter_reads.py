@@ -46,6 +46,8 @@ __all__ = ["ForwardGraph", "ParameterReads"]
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
+_next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
 # Nodes that are linear in their inputs that require gradients.
 _LINEAR = (
     *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsafe", "Unsqueeze", "Squeeze", "Expand"),
@@ -106,11 +108,11 @@ class ParameterReads:
     def module_ended(self, unit: Unit) -> None:
         """Note that a module of ``unit`` has run, and others have not."""
         if self._between.get(unit.ref) != -1:
-            self._between[unit.ref] = torch.autograd._get_sequence_nr()
+            self._between[unit.ref] = _next_node()
 
     def next_module_begins(self, unit: Unit) -> None:
         """Note whether anything that has a backward ran since ``module_ended``."""
-        if unit.ref in self._between and self._between[unit.ref] != torch.autograd._get_sequence_nr():
+        if unit.ref in self._between and self._between[unit.ref] != _next_node():
             self._between[unit.ref] = -1
 
     def all_have_run(self, unit: Unit) -> None:

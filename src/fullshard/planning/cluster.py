@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["PRESETS", "Cluster", "Link", "cluster_of"]
+__all__ = ["EFFICIENCY", "PRESETS", "Cluster", "Link", "cluster_of", "to_toml"]
 
 GIB = 2**30
+# Of GPUs, if a cluster does not say otherwise: round figures, not measured by us.
+EFFICIENCY: Mapping[str, float] = {"matmul": 0.7, "attention": 0.5, "memory": 0.8, "function": 0.7}
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,17 @@ class Cluster:
         device: ``"accelerator"``: computes beside the host, with streams; ``"cpu"``: the host computes, and waits.
         memory: Bytes of a rank's device.
         flops: Floating-point operations per second that matrix multiplications are specified with, by dtype.
-        efficiency: The share of them that is reached.
         bandwidth: Bytes per second of the device's memory, as specified.
-        bandwidth_efficiency: The share of it that is reached.
+        efficiency: The shares that are reached, by kind of operation: ``"matmul"`` and ``"attention"`` of ``flops``,
+            ``"memory"`` (copies and arithmetic by element) and ``"function"`` (norms, softmax, activation functions) of
+            ``bandwidth``. Kinds that are left out reach those of ``EFFICIENCY``.
         backend: ``"nccl"``, ``"gloo"``, or ``"collective"``: one whose collectives are launched one by one.
         op_seconds: Seconds of the host for an operation.
         kernel_seconds: Seconds that the shortest kernel takes.
+        unit_seconds: Seconds of the host for a unit, once in forward and once in backward. On an accelerator, the host
+            runs ahead.
+        contention: Seconds of computation that a second of communication beside it costs, on CPUs.
+        bus: Bytes per second between a device and its host, each way.
         node: Ranks of a node.
         inner: Collectives within a node.
         outer: Collectives over nodes, by their number; others are interpolated.
@@ -68,11 +76,13 @@ class Cluster:
     node: int
     inner: Link
     outer: Mapping[int, Link] = field(default_factory=dict)
-    efficiency: float = 0.6
-    bandwidth_efficiency: float = 0.8
+    efficiency: Mapping[str, float] = field(default_factory=dict)
     backend: Literal["nccl", "gloo", "collective"] = "nccl"
     op_seconds: float = 5e-6
     kernel_seconds: float = 2e-6
+    unit_seconds: float = 0.0
+    contention: float = 0.0
+    bus: float = 50e9
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -83,16 +93,20 @@ class Cluster:
                 f"cluster {self.name!r}: expected positive memory, bandwidth and node, flops by dtype, and a device "
                 f"that is 'accelerator' or 'cpu', found {wrong or dict(self.flops) or self.device!r}"
             )
+        unknown = set(self.efficiency) - set(EFFICIENCY)
+        if unknown or not 0 <= self.contention <= 1 or not all(share > 0 for share in self.efficiency.values()):
+            raise ValueError(
+                f"cluster {self.name!r}: expected positive efficiencies of {', '.join(EFFICIENCY)} and a contention "
+                f"from 0 to 1, found {dict(self.efficiency)} and {self.contention}"
+            )
 
-    def flops_of(self, dtype: torch.dtype) -> float:
-        """Return operations per second that matrix multiplications in ``dtype`` reach."""
+    def rate(self, kind: str, dtype: torch.dtype) -> float:
+        """Return what operations of a kind reach: per second, floating-point operations, or bytes read and written."""
+        share = self.efficiency.get(kind, EFFICIENCY[kind])
+        if kind in ("memory", "function"):
+            return share * self.bandwidth
         name = str(dtype).removeprefix("torch.")
-        return self.efficiency * self.flops.get(name, self.flops.get("float32", min(self.flops.values())))
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bytes per second that kernels read and write."""
-        return self.bandwidth_efficiency * self.bandwidth
+        return share * self.flops.get(name, self.flops.get("float32", min(self.flops.values())))
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """Return what collectives cost over a group.
@@ -192,3 +206,18 @@ def _from_table(name: str, table: dict[str, Any]) -> Cluster:
     if unknown:
         raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
     return Cluster(**{"name": name, **table})
+
+
+def to_toml(cluster: Cluster) -> str:
+    """Return a cluster as a TOML file has it, for ``cluster_of``.
+
+    Args:
+        cluster: The cluster.
+    """
+    values = dataclasses.asdict(cluster)
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if not isinstance(value, dict)]
+    tables = {name: value for name, value in values.items() if isinstance(value, dict) and name != "outer"}
+    tables |= {f"outer.{nodes}": link for nodes, link in values["outer"].items()}
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {float(value)!r}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,6 +81,8 @@ class Step:
         resting: Bytes between steps.
         reserved: Bytes that a caching allocator has reserved.
         peak: The moment with most memory.
+        begun: When it began, by the trace's clock.
+        held: Bytes at its begin, by what they are for.
         changes: Allocations and frees, with seconds since the begin of the step.
         trace: With segments and exposed communication of this rank.
         unknown: Operations without a rule, which were counted by the bytes that they read and write.
@@ -92,6 +94,8 @@ class Step:
     resting: int
     reserved: int
     peak: Peak
+    begun: float
+    held: Mapping[str, int]
     changes: Sequence[tuple[float, Change]]
     trace: Trace
     unknown: Sequence[str]
@@ -116,6 +120,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cluster, self.costs, self._device = cluster, Costs(cluster), device
         self.ledger = Ledger(self.mark, self._kind)
         self.events, self.computation = [], 0.0
+        self._stream = getattr(device, "current", None)
         self._operations: list[str] = []
         self._pending = self._issued = 0.0
 
@@ -139,7 +144,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Put what was dispatched onto the current stream, as one kernel: no shorter than the host took to issue it."""
         if self._pending:
             seconds, self._pending = max(self._pending, self._issued), 0.0
-            self.computation, self._issued = self.computation + seconds, 0.0
+            self._issued = 0.0
+            if getattr(self._device, "current", None) is self._stream:
+                self.computation += seconds
             self._device.compute(seconds)
 
     def mark(self) -> Any:
@@ -179,7 +186,7 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
         raise FullshardError("plan: expected no process group, found one; plan before init_process_group, or elsewhere")
     clock = SkippingClock(lambda: 0.0)
     on_host = cluster.device == "cpu"
-    device: Any = HostDevice(clock) if on_host else SimulatedDevice(clock)
+    device: Any = HostDevice(clock, cluster.contention) if on_host else SimulatedDevice(clock)
     network = _ClusterNetwork(1.0, like=cluster.backend, fills=False, cluster=cluster)
     run = DryRun(cluster, device)
     with contextlib.ExitStack() as stack:
@@ -203,6 +210,7 @@ def dry_run(
     ranks: int,
     microbatches: int = 1,
     steps: int = 2,
+    offload_optimizer: bool = False,
 ) -> Step:
     """Run steps of training without memory and time.
 
@@ -213,6 +221,7 @@ def dry_run(
         ranks: Size of the job.
         microbatches: Forwards and backwards of a step.
         steps: The last one counts: the first one has no order of units, and no optimizer state.
+        offload_optimizer: Whether the optimizer's state is in CPU memory, as by ``fullshard.optim.offload``.
 
     Returns:
         What was found.
@@ -237,14 +246,15 @@ def dry_run(
             ended = run._device.synchronize()
         trace = Trace()
         trace.add(0, [event._replace(time=run.seconds(mark)) for mark, event in run.events], own_groups())
-        changes = [(run.seconds(change.moment) - begun, change) for change in run.ledger.changes[first:]]
-        peak = run.ledger.peak(first)
-        resting = sum(change.nbytes for change in run.ledger.changes[:first])
+        ledger, seconds = run.ledger, ended - begun
+        if offload_optimizer:
+            seconds += ledger.leave_out(_KINDS["optimizer step"]) / cluster.bus  # there and back at the same time
+        changes = [(run.seconds(change.moment) - begun, change) for change in ledger.changes[first:]]
         return Step(
-            ended - begun, run.costs.flops - flops, run.computation - computed, resting,
-            reserved_bytes([*sharded, *((each.storage, each.nbytes) for each in run.ledger.changes[built:])]),
-            peak, changes, trace,
-            sorted(run.costs.unknown),
+            seconds, run.costs.flops - flops, run.computation - computed,
+            sum(change.nbytes for change in ledger.changes[:first]),
+            reserved_bytes([*sharded, *((each.storage, each.nbytes) for each in ledger.changes[built:])]),
+            ledger.peak(first), begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
         )  # fmt: skip
 
 

@@ -126,12 +126,29 @@ class Ledger:
             total += change.nbytes
             if total > highest:
                 highest, at = total, index
+        ordered = dict(sorted(self.held(at + 1).items(), key=lambda each: -each[1]))
+        return Peak(highest, self.changes[at].where, ordered, at)
+
+    def held(self, count: int) -> dict[str, int]:
+        """Return bytes by what they are for, after so many changes."""
         alive: dict[int, tuple[int, str]] = {}
-        for change in self.changes[: at + 1]:
-            nbytes = alive.get(change.storage, (0, ""))[0] + change.nbytes
-            alive[change.storage] = nbytes, change.kind if change.nbytes > 0 else alive.get(change.storage, (0, ""))[1]
+        for change in self.changes[:count]:
+            nbytes, kind = alive.get(change.storage, (0, ""))
+            alive[change.storage] = nbytes + change.nbytes, change.kind if change.nbytes > 0 else kind
         parts: dict[str, int] = defaultdict(int)
         for nbytes, kind in alive.values():
             parts[kind] += nbytes
-        ordered = dict(sorted(((kind, nbytes) for kind, nbytes in parts.items() if nbytes), key=lambda each: -each[1]))
-        return Peak(highest, self.changes[at].where, ordered, at)
+        return {kind: nbytes for kind, nbytes in parts.items() if nbytes}
+
+    def leave_out(self, kind: str) -> int:
+        """Count the storages of a kind that exist now as if they had no memory.
+
+        Args:
+            kind: What they are for.
+
+        Returns:
+            Their bytes.
+        """
+        gone = {number: nbytes for number, nbytes, own in self._known.values() if nbytes and own == kind}
+        self.changes = [each._replace(nbytes=0) if each.storage in gone else each for each in self.changes]
+        return sum(gone.values())

@@ -58,13 +58,15 @@ class Costs:
         if not outputs and not any(True for _ in tensors_in(args)):
             return 0.0
         nbytes = sum(t.nbytes for t in (*tensors_in(args), *tensors_in(kwargs), *outputs))
-        seconds = max(self.cluster.kernel_seconds, nbytes / self.cluster.bytes_per_second)
+        dtype = next((t.dtype for t in tensors_in(args) if t.is_floating_point()), torch.float32)
+        kind = "function" if packet in _FUNCTIONS else "memory"
+        seconds = max(self.cluster.kernel_seconds, nbytes / self.cluster.rate(kind, dtype))
         count: Callable[..., int] | None = _FLOPS.get(packet)
         if count is not None:
             flops = count(*args, **kwargs, out_val=result)
             self.flops += flops
-            dtype = next((t.dtype for t in tensors_in(args) if t.is_floating_point()), torch.float32)
-            return max(seconds, flops / self.cluster.flops_of(dtype))
+            kind = "attention" if packet in _ATTENTION else "matmul"
+            return max(seconds, flops / self.cluster.rate(kind, dtype))
         if func.namespace not in ("aten", "prim", "prims", "fullshard"):
             self.unknown.add(str(func))
         return seconds
@@ -108,4 +110,17 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
+_ATTENTION = {packet for packet in _FLOPS if "attention" in str(packet)}
+# Several instructions, or passes, for each element that they read and write.
+_FUNCTIONS = {
+    getattr(_aten, name)
+    for name in (
+        "gelu gelu_backward silu silu_backward tanh tanh_backward sigmoid sigmoid_backward exp log sin cos erf pow "
+        "softplus softplus_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+        "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+        "native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward "
+        "native_dropout native_dropout_backward embedding_dense_backward logsumexp cumsum topk sort"
+    ).split()
+    if hasattr(_aten, name)
 }

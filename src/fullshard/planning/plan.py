@@ -5,96 +5,56 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fullshard.composable.shard import shard
 from fullshard.errors import FullshardError
+from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import Cluster, cluster_of
 from fullshard.planning.dry_run import Step, dry_run
+from fullshard.planning.report import draw, table
+from fullshard.planning.search import Candidate, search
+from fullshard.wrap.plan import ShardingPlan
 
-__all__ = ["Choices", "Plan", "plan"]
+__all__ = ["Plan", "plan"]
 
-GIB = 2**30
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How a model is sharded, as arguments of ``fullshard.shard``.
-
-    Attributes:
-        replicas: Ranks of the replicate axis; 1: sharded over all ranks.
-        mixed_precision: ``"bf16"``, ``"fp16"`` or None.
-        checkpoint_activations: Whether blocks are recomputed in backward.
-        reshard_after_forward: As for ``fully_shard``.
-        microbatches: Forwards and backwards of a step.
-    """
-
-    replicas: int = 1
-    mixed_precision: str | None = None
-    checkpoint_activations: bool = False
-    reshard_after_forward: bool | int | None = None
-    microbatches: int = 1
-
-    def shard(self, model: nn.Module, ranks: int, device: str) -> nn.Module:
-        """Shard a model over ranks."""
-        if self.replicas == 1:
-            mesh = init_device_mesh(device, (ranks,))
-        else:
-            mesh = init_device_mesh(
-                device, (self.replicas, ranks // self.replicas), mesh_dim_names=("replicate", "shard")
-            )
-        return shard(
-            model,
-            mesh=mesh,
-            mixed_precision=self.mixed_precision,  # type: ignore[arg-type]
-            checkpoint_activations=self.checkpoint_activations,
-            reshard_after_forward=self.reshard_after_forward,
-            report=False,
-        )
-
-    def code(self, ranks: int) -> str:
-        """Return the lines of Python that shard a model so."""
-        lines, arguments = [], []
-        if self.replicas > 1:
-            shape = f"({self.replicas}, {ranks // self.replicas})"
-            lines.append(f'mesh = init_device_mesh(device.type, {shape}, mesh_dim_names=("replicate", "shard"))')
-            arguments.append("mesh=mesh")
-        changed = (each for each in dataclasses.fields(self) if each.name not in ("replicas", "microbatches"))
-        arguments += [
-            f"{each.name}={getattr(self, each.name)!r}" for each in changed if getattr(self, each.name) != each.default
-        ]
-        return "\n".join([*lines, f"model = fullshard.shard({', '.join(['model', *arguments])})"])
+_Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShardingPlan):
     """What a training step takes, by ``plan``.
+
+    It is taken by ``fully_shard(model, policy=plan)`` and ``fullshard.shard(model, plan=plan)``, which shard the model
+    as the plan says.
 
     Attributes:
         model: Name of the model's class.
         parameters: Of the model.
         ranks: Of the job.
+        rows: Of a rank's batch, over all microbatches: the size of its first dimension.
         cluster: The machine.
         choices: How the model is sharded.
         step: What the dry run found.
+        candidates: What a search looked at beside these choices, and what would change; empty without a search.
         assumptions: What was assumed, and may be otherwise.
     """
 
     model: str
     parameters: int
     ranks: int
+    rows: int
     cluster: Cluster
     choices: Choices
     step: Step
+    candidates: Sequence[Candidate] = ()
     assumptions: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -123,46 +83,39 @@ class Plan:
         return self.step.flops / self.step.seconds / max(self.cluster.flops.values())
 
     def table(self) -> str:
-        """Return memory and time as text."""
-        return "\n".join([*self._head(), "", *self._memory(), "", *self._time(), *self._notes()])
+        """Return memory and time as text, and what other choices would change."""
+        return table(self)
 
-    def _head(self) -> Iterator[str]:
-        nodes = -(-self.ranks // self.cluster.node)
-        yield (
-            f"{self.model}, {self.parameters / 1e9:,.2f} billion parameters, on {self.ranks} ranks of "
-            f"{self.cluster.name} ({nodes} node{'s' * (nodes > 1)})"
-        )
-        yield self.choices.code(self.ranks)
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model as the plan says, over the ranks of the default process group.
 
-    def _memory(self) -> Iterator[str]:
-        peak = self.step.peak
-        phase, unit = peak.where
-        place = f"the {phase} of {unit or 'the root'}" if phase in ("forward", "backward") else f"the {phase}"
-        yield f"Memory of a rank at its peak, in {place}, GiB"
-        for kind, nbytes in peak.parts.items():
-            if nbytes > 0.001 * peak.nbytes:
-                yield f"{nbytes / GIB:>10.2f}  {kind}"
-        yield f"{peak.nbytes / GIB:>10.2f}  allocated"
-        if self.cluster.device != "cpu":
-            fits = "fits into" if self.fits else "DOES NOT FIT into"
-            yield f"{self.reserved_bytes / GIB:>10.2f}  reserved: {fits} {self.cluster.memory / GIB:.1f}"
-        yield f"{self.step.resting / GIB:>10.2f}  between steps"
+        Args:
+            model: The model that was planned, unsharded.
 
-    def _time(self) -> Iterator[str]:
-        step = self.step
-        yield "Time of a step, ms"
-        yield f"{1e3 * step.seconds:>10.1f}  step; {100 * self.mfu:.1f} % of the device's operations per second"
-        yield f"{1e3 * step.computation:>10.1f}  computation"
-        yield f"{1e3 * self.exposed_seconds:>10.1f}  communication that nothing hides:"
-        for each in step.trace.exposed(0)[:_SHOWN]:
-            if each.seconds > 0.001 * step.seconds:
-                why = "issued as it was needed" if each.late_issue > each.seconds / 2 else "slower than what hides it"
-                name = f"{each.kind.replace('_', '-')} of {each.units or 'the root'}"
-                yield f"{1e3 * each.seconds:>10.2f}    {name} ({why})"
+        Returns:
+            The same model.
 
-    def _notes(self) -> Iterator[str]:
-        for each in self.assumptions:
-            yield f"Assumed: {each}"
+        Raises:
+            FullshardError: If it is another model, or the job has another number of ranks.
+        """
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        if (type(model).__name__, numel) != (self.model, self.parameters):
+            raise FullshardError(
+                f"plan: expected the planned model, {self.model} with {self.parameters:,} parameters, found "
+                f"{type(model).__name__} with {numel:,}"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks != self.ranks:
+            raise FullshardError(f"plan: expected a job of {self.ranks} ranks, as planned, found {ranks}; plan again")
+        where = next((parameter.device.type for parameter in model.parameters() if not parameter.is_meta), None)
+        if where is None:
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            where = "cpu" if accelerator is None else accelerator.type
+        return self.choices.shard(model, self.ranks, where)
+
+    def code(self) -> str:
+        """Return the lines of Python that shard a model so."""
+        return self.choices.code(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold."""
@@ -171,6 +124,7 @@ class Plan:
             "model": self.model,
             "parameters": self.parameters,
             "ranks": self.ranks,
+            "rows": self.rows,
             "cluster": dataclasses.asdict(self.cluster),
             "choices": dataclasses.asdict(self.choices),
             "memory": {
@@ -187,11 +141,12 @@ class Plan:
                 "exposed": self.exposed_seconds,
                 "flops": self.step.flops,
             },
+            "candidates": [dataclasses.asdict(each) for each in self.candidates],
             "assumptions": list(self.assumptions),
         }
 
     def save(self, folder: str | Path) -> None:
-        """Write ``plan.json`` and ``plan.txt`` to a folder, which is made if it does not exist.
+        """Write ``plan.json``, ``plan.txt`` and a picture, ``plan.png``, to a folder, which is made if necessary.
 
         Args:
             folder: Where to.
@@ -203,6 +158,7 @@ class Plan:
         path.mkdir(parents=True, exist_ok=True)
         (path / "plan.json").write_text(json.dumps(self.to_json(), indent=1))
         (path / "plan.txt").write_text(self.table() + "\n")
+        draw(self, path / "plan.png")
 
 
 def plan(
@@ -212,10 +168,11 @@ def plan(
     ranks: int,
     cluster: str | Path | Cluster = "h100",
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: _Optimizer = torch.optim.AdamW,
     choices: Choices | Mapping[str, Any] | None = None,
+    search: bool = False,
 ) -> Plan:
-    """Predict memory and time of a training step, without running it.
+    """Predict memory and time of a training step, without running it; and find the choices with which it is fastest.
 
     The engine runs on the meta device, where tensors have no memory: what it allocates and frees is counted, and its
     schedule takes the time that the cluster's figures give. No process group, GPU or data is needed. The model stays as
@@ -223,15 +180,17 @@ def plan(
 
     Args:
         model: On the meta device, unsharded.
-        batch: What its forward takes, for one rank and one microbatch: a tensor, a tuple of arguments, or a dict of
-            them by name. Only shapes and dtypes are used.
+        batch: What its forward takes on one rank in a step: a tensor, a tuple of arguments, or a dict of them by name.
+            Only shapes and dtypes are used. Several microbatches are equal parts of it, along the first dimension.
         ranks: Of the job.
         cluster: Name of a preset (``"h100"``, ``"h200"``, ``"a100"``, ``"b200"``, ``"cpu"``), a TOML file with the
             attributes of ``Cluster``, or that itself.
         loss: Returns the loss from what the model returns. None: what the model returns, if it is a loss, or its
             attribute ``loss``; else the mean of it.
         optimizer: Called with the parameters.
-        choices: How the model is sharded: ``Choices``, or a dict of its attributes.
+        choices: How the model is sharded: ``Choices``, or a dict of some of its attributes.
+        search: Look for the fastest choices that fit into memory, and say what each of them would change. Those in a
+            dict ``choices`` stay as they are; precision does too, since it changes results.
 
     Returns:
         The plan.
@@ -239,7 +198,8 @@ def plan(
     Raises:
         FullshardError: If the model is not on the meta device, or needs values to run; if there is a process group; or
             if the cluster is not known.
-        ValueError: If the ranks cannot be divided by the replicas.
+        TypeError: If there is no choice of such a name.
+        ValueError: If the ranks cannot be divided by the replicas, or the batch by the microbatches.
 
     Example:
         ```python
@@ -256,24 +216,102 @@ def plan(
         ```
     """
     found = cluster_of(cluster)
-    chosen = choices if isinstance(choices, Choices) else Choices(**(choices or {}))
-    _check(model, ranks, chosen)
-    arguments = tree_map_only(Tensor, lambda t: t.detach().to("meta"), batch)
-    assumptions: list[str] = []
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        sharded = chosen.shard(copy.deepcopy(model), ranks, "meta")
-        return sharded, optimizer(sharded.parameters())
-
-    def compute(sharded: nn.Module) -> Tensor:
-        output = sharded(**arguments) if isinstance(arguments, dict) else sharded(*_as_tuple(arguments))
-        return loss(output) if loss is not None else _loss_of(output, assumptions)
-
-    step = dry_run(build, compute, cluster=found, ranks=ranks, microbatches=chosen.microbatches)
+    fixed = dict(dataclasses.asdict(choices) if isinstance(choices, Choices) else choices or {})
+    base = Choices(**fixed)
+    _check(model, ranks, base)
+    planner = _Planner(
+        model, tree_map_only(Tensor, lambda t: t.detach().to("meta"), batch), ranks, found, loss, optimizer
+    )
+    candidates: Sequence[Candidate] = ()
+    if search:
+        base, candidates = _searched(planner, base, fixed)
+    step = planner.step(planner.model, base)
     if step.unknown:
-        assumptions.append(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
+        planner.assumed(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return Plan(type(model).__name__, numel, ranks, found, chosen, step, tuple(dict.fromkeys(assumptions)))
+    return Plan(
+        type(model).__name__, numel, ranks, planner.rows, found, base, step, candidates, tuple(planner.assumptions)
+    )
+
+
+def _searched(planner: _Planner, base: Choices, fixed: Mapping[str, Any]) -> tuple[Choices, Sequence[Candidate]]:
+    return search(planner.model, base, fixed, planner.step, planner.cluster, planner.ranks, planner.rows)
+
+
+@dataclass
+class _Planner:
+    """Plans one model with any choices.
+
+    Args:
+        model: As given.
+        batch: On the meta device.
+        ranks: Of the job.
+        cluster: The machine.
+        loss: As given.
+        optimizer: As given.
+    """
+
+    model: nn.Module
+    batch: Any
+    ranks: int
+    cluster: Cluster
+    loss: Callable[[Any], Tensor] | None
+    optimizer: _Optimizer
+    assumptions: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Size of the first dimension of the batch."""
+        return next((leaf.shape[0] for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+    def assumed(self, text: str) -> None:
+        """Note an assumption, once."""
+        if text not in self.assumptions:
+            self.assumptions.append(text)
+
+    def step(self, model: nn.Module, choices: Choices) -> Step:
+        """Run a step of a model, the given one or a shorter one."""
+        arguments = self._microbatch(choices.microbatches)
+
+        def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+            sharded = choices.shard(copy.deepcopy(model), self.ranks, "meta")
+            return sharded, self.optimizer(sharded.parameters())
+
+        def compute(sharded: nn.Module) -> Tensor:
+            output = sharded(**arguments) if isinstance(arguments, dict) else sharded(*_as_tuple(arguments))
+            return self.loss(output) if self.loss is not None else self._loss_of(output)
+
+        return dry_run(
+            build, compute, cluster=self.cluster, ranks=self.ranks, microbatches=choices.microbatches,
+            offload_optimizer=choices.offload_optimizer,
+        )  # fmt: skip
+
+    def _microbatch(self, count: int) -> Any:
+        rows = self.rows
+        if rows % count:
+            raise ValueError(
+                f"plan: expected a batch that can be divided into {count} microbatches, found {rows} rows on each rank"
+            )
+        if count == 1:
+            return self.batch
+        return tree_map_only(Tensor, lambda t: t[: rows // count] if t.dim() and t.shape[0] == rows else t, self.batch)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, dict):
+            found = output.get("loss")
+        if found is None and isinstance(output, Tensor) and not output.dim():
+            found = output
+        if isinstance(found, Tensor):
+            return found
+        first = next((t for t in _as_tuple(output) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        first = getattr(output, "logits", first)
+        if not isinstance(first, Tensor):
+            raise FullshardError(
+                f"plan: expected a model that returns tensors, found {type(output).__name__}; pass loss="
+            )
+        self.assumed("the loss is the mean of what the model returns, in fp32; pass loss= for another one")
+        return first.float().mean()
 
 
 def _check(model: nn.Module, ranks: int, choices: Choices) -> None:
@@ -283,25 +321,9 @@ def _check(model: nn.Module, ranks: int, choices: Choices) -> None:
             f"plan: expected a model on the meta device, found {len(elsewhere)} parameters and buffers elsewhere "
             f"({', '.join(elsewhere[:3])}...); build it in `with torch.device('meta'):`"
         )
-    if ranks < 1 or choices.replicas < 1 or ranks % choices.replicas:
+    if ranks < 1 or ranks % choices.replicas:
         raise ValueError(f"plan: expected ranks that are a multiple of replicas, found {ranks} and {choices.replicas}")
 
 
 def _as_tuple(arguments: Any) -> tuple[Any, ...]:
     return tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-
-
-def _loss_of(output: Any, assumptions: list[str]) -> Tensor:
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if found is None and isinstance(output, Tensor) and not output.dim():
-        found = output
-    if isinstance(found, Tensor):
-        return found
-    first = next((each for each in _as_tuple(output) if isinstance(each, Tensor) and each.is_floating_point()), None)
-    first = getattr(output, "logits", first)
-    if not isinstance(first, Tensor):
-        raise FullshardError(f"plan: expected a model that returns tensors, found {type(output).__name__}; pass loss=")
-    assumptions.append("the loss is the mean of what the model returns, in fp32; pass loss= for another one")
-    return first.float().mean()

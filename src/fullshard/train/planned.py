@@ -1,13 +1,15 @@
-"""Models that `fullshard plan` is asked about: a function of the user's, a Hugging Face config, or a run's settings."""
+"""What `fullshard plan` is asked: a model of the user's, of a Hugging Face config or of a run, and how it is trained."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.planning.calibration import calibrate
+from fullshard.planning.cluster import cluster_of, to_toml
+from fullshard.planning.plan import Plan, plan
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.model import GPT
 
-__all__ = ["model_of"]
+__all__ = ["Question", "answer", "measure", "model_of"]
 
 _Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan, as options of the command say it.
+
+    Attributes:
+        model: See ``model_of``.
+        ranks: Of the job.
+        cluster: Name of a preset, or a file.
+        batch: Sequences of a rank in a step.
+        global_batch: Sequences of all ranks in a step, instead.
+        sequence: Tokens of a sequence.
+        memory: GiB of a device, if not those of the cluster.
+        choices: Those that are fixed.
+        search: Whether to look for the others.
+    """
+
+    model: str | None
+    ranks: int
+    cluster: str | Path
+    batch: int
+    global_batch: int | None
+    sequence: int
+    memory: float | None
+    choices: dict[str, Any]
+    search: bool
+
+
+def answer(question: Question) -> Plan:
+    """Return the plan.
+
+    Args:
+        question: What to plan.
+
+    Raises:
+        FullshardError: If the model or the cluster is not known, or the model cannot be planned.
+        ValueError: If sizes do not divide.
+    """
+    if question.model is None:
+        raise FullshardError("plan: expected MODEL, or --calibrate FILE")
+    rows = question.batch
+    if question.global_batch is not None:
+        if question.global_batch % question.ranks:
+            raise ValueError(
+                f"--global-batch: expected a multiple of {question.ranks} ranks, found {question.global_batch}"
+            )
+        rows = question.global_batch // question.ranks
+    cluster = cluster_of(question.cluster)
+    if question.memory is not None:
+        cluster = dataclasses.replace(cluster, memory=question.memory * 2**30)
+    choices = {"mixed_precision": "none" if cluster.device == "cpu" else "bf16", **question.choices}
+    if choices["mixed_precision"] == "none":
+        choices["mixed_precision"] = None
+    model, arguments, loss = model_of(question.model, rows, question.sequence)
+    return plan(
+        model, arguments, ranks=question.ranks, cluster=cluster, loss=loss, choices=choices, search=question.search
+    )
+
+
+def measure(path: Path, ranks: int) -> str:
+    """Measure this machine with so many ranks, write it as a cluster, and return what was found as text.
+
+    Args:
+        path: TOML file to write.
+        ranks: Processes that measure at the same time.
+
+    Raises:
+        FullshardError: If a rank fails.
+        OSError: If the file cannot be written.
+    """
+    text = to_toml(calibrate(ranks))
+    path.write_text(text, encoding="utf-8")
+    return f"{text}\nwritten to {path}; plan with --cluster {path}"
 
 
 def model_of(name: str, batch: int, sequence: int) -> tuple[nn.Module, Any, _Loss | None]:

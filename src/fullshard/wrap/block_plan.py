@@ -20,6 +20,7 @@ UNITS_BY_SIZE = 8  # without blocks, units have at least one such share of all e
 def plan_blocks(
     root: nn.Module,
     *,
+    blocks_per_unit: int = 1,
     ignored_params: Iterable[nn.Parameter] = (),
     root_kwargs: Mapping[str, Any] | None = None,
     sharded: Callable[[nn.Module], bool] | None = None,
@@ -36,6 +37,7 @@ def plan_blocks(
 
     Args:
         root: The model.
+        blocks_per_unit: Consecutive blocks of a list that are one unit.
         ignored_params: Parameters that are not sharded and not counted.
         root_kwargs: Arguments of the root and of each unit.
         sharded: Returns True for modules that are already sharded. They are skipped, with all their children. None: no
@@ -47,6 +49,7 @@ def plan_blocks(
 
     Raises:
         TypeError: If an argument has the wrong type.
+        ValueError: If ``blocks_per_unit`` is less than 1.
 
     Example:
         ```python
@@ -65,20 +68,31 @@ def plan_blocks(
         shard(model, plan=units)
         ```
     """
+    if blocks_per_unit < 1:
+        raise ValueError(f"plan_blocks: blocks_per_unit: expected at least 1, found {blocks_per_unit}")
     ignored = list(ignored_params)
     kwargs = dict(root_kwargs or {})
     tree = ModuleTree(root, ignored_params=ignored, sharded=sharded)
     lists = repeated_blocks(tree)
     if not lists:
         return _by_size(tree, ignored, kwargs, sharded)
-    targets: dict[Any, dict[str, Any]] = {block: dict(kwargs) for found in lists for block in found.blocks}
-    least = max(map(tree.numel, targets)) / LEAST_SHARE
-    outside, after = _outside(tree, set(targets))
+    blocks = [block for found in lists for block in found.blocks]
+    targets: dict[Any, dict[str, Any]] = {
+        group: dict(kwargs) for found in lists for group in _groups(found.blocks, blocks_per_unit)
+    }
+    least = max(map(tree.numel, blocks)) / LEAST_SHARE
+    outside, after = _outside(tree, set(blocks))
     large = [module for module in outside if tree.numel(module) >= least]
     if large and large[-1] is outside[-1] and (norm := _norm_before(after)) is not None:
         large[-1:] = [(norm, large[-1])]  # type: ignore[list-item]
     targets.update((target, dict(kwargs)) for target in large)
     return WrapPlan.of(tree, targets, kwargs, _reason(tree, lists))
+
+
+def _groups(blocks: tuple[nn.Module, ...], size: int) -> list[Any]:
+    """Return consecutive blocks in tuples; blocks as they are if each is a unit of its own."""
+    groups = [blocks[at : at + size] for at in range(0, len(blocks), size)]
+    return [group[0] if len(group) == 1 else group for group in groups]
 
 
 def _outside(tree: ModuleTree, blocks: set[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:

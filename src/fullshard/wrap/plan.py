@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,18 @@ from fullshard.wrap.report import table
 from fullshard.wrap.tree import ModuleTree, TreeParameter
 from fullshard.wrap.units import PlannedParameter, PlannedUnit
 
-__all__ = ["WrapEntry", "WrapFunction", "WrapPlan", "WrapTargets"]
+__all__ = ["ShardingPlan", "WrapEntry", "WrapFunction", "WrapPlan", "WrapTargets"]
 
 WrapFunction = Callable[[Any, dict[str, Any], frozenset[nn.Parameter]], Any]
 WrapTargets = Mapping[Any, dict[str, Any]]  # arguments by module, or by tuple of modules that become one unit
+
+
+class ShardingPlan(ABC):
+    """All that there is to say about how a model is sharded, such as a plan of ``fullshard.plan``."""
+
+    @abstractmethod
+    def shard(self, model: nn.Module) -> Any:
+        """Shard a model in place, over the ranks of the default process group, and return it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,13 +88,20 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """A host that computes itself, as CPU ranks do: it blocks where it waits."""
+    """A host that computes itself, as CPU ranks do: it blocks where it waits.
+
+    Args:
+        clock: Its time.
+        contention: Seconds of computation that a second of communication beside it costs, from 0 to 1: a message that
+            is on its way takes part of the processor.
+    """
 
     clock: SkippingClock
+    _contention: float
     _link_free: dict[str, float]  # when the last message on each link is through
 
-    def __init__(self, clock: SkippingClock) -> None:
-        self.clock, self._link_free = clock, {}
+    def __init__(self, clock: SkippingClock, contention: float = 0.0) -> None:
+        self.clock, self._contention, self._link_free = clock, contention, {}
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
         """See ``Device``."""
@@ -113,10 +120,16 @@ class HostDevice:
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
         """See ``Device``."""
-        end = self.clock.now() + seconds
+        end = self.clock.now() + self._beside_messages(seconds)
         result = work() if work is not None else None
         self.clock.wait_until(end)
         return result
+
+    def _beside_messages(self, seconds: float) -> float:
+        """Return how long so much computation takes beside the messages that are on their way."""
+        busy = max(0.0, max(self._link_free.values(), default=0.0) - self.clock.now())
+        done = busy * (1 - self._contention)
+        return seconds + busy - done if seconds > done else seconds / (1 - self._contention)
 
     def synchronize(self) -> float:
         """Now: a host that has gone on is through with everything before."""

@@ -1,0 +1,320 @@
+"""Measure this machine: what operations and messages take here, as figures of a cluster.
+
+[Note: Calibration]
+All ranks measure at the same time, as they compute at the same time in a step: processes of a machine share its cores,
+its caches and its memory. So the figures are those of so many ranks, and of no other number. Each figure is the median
+of many short runs, so that a moment of other work on the machine does not decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.errors import FullshardError
+from fullshard.planning.cluster import Cluster, Link
+
+__all__ = ["calibrate"]
+
+SECONDS, PARTS = 0.8, 5  # of each figure, and the parts of that time
+TIME_LIMIT = 60.0
+_SMALL, _LARGE = 4 * 1024, 8 * 1024 * 1024  # bytes of messages
+
+
+def calibrate(ranks: int = 1) -> Cluster:
+    """Measure what operations and messages of this machine take, with so many ranks on it.
+
+    It takes some fifteen seconds, and at most a minute. The machine should have nothing else to do.
+
+    Args:
+        ranks: Processes that measure at the same time. With accelerators: at most as many as there are.
+
+    Returns:
+        The machine as a cluster of one node.
+
+    Raises:
+        FullshardError: If a rank fails, or takes longer than a minute.
+    """
+    if ranks < 1:
+        raise ValueError(f"calibrate: expected at least one rank, found {ranks}")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(_threads(ranks))}
+        command = [sys.executable, "-m", __name__, folder, str(ranks)]
+        processes = [
+            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
+        try:
+            _wait_for(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return _cluster(found, ranks)
+
+
+def _threads(ranks: int) -> int:
+    """Threads of a rank: all cores are shared out, as by launchers that are told to."""
+    return int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks)))
+
+
+def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + TIME_LIMIT
+    for rank, process in enumerate(processes):
+        try:
+            _, said = process.communicate(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise FullshardError(
+                f"calibrate: expected all ranks to be through in {TIME_LIMIT:.0f} s, rank {rank} is not; "
+                "is the machine busy?"
+            ) from None
+        if process.returncode:
+            raise FullshardError(f"calibrate: rank {rank} failed: {said.strip().splitlines()[-1:]}")
+
+
+def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
+    """The figures of all ranks as a cluster: the median of each."""
+
+    def median(name: str) -> float:
+        return float(statistics.median(each[name] for each in found))
+
+    flops = {name: statistics.median(each["flops"][name] for each in found) for name in found[0]["flops"]}
+    on_cpu = found[0]["device"] == "cpu"
+    return Cluster(
+        name=f"measured, {ranks} rank{'s' * (ranks > 1)}",
+        device="cpu" if on_cpu else "accelerator",
+        memory=found[0]["memory"] / (ranks if on_cpu else 1),
+        flops=flops,
+        bandwidth=median("bandwidth"),
+        node=ranks,
+        inner=Link(median("link_bandwidth"), median("link_latency")) if ranks > 1 else Link(1e12),
+        efficiency={"matmul": 1.0, "attention": median("attention"), "memory": 1.0, "function": median("function")},
+        backend="gloo" if on_cpu else "nccl",
+        op_seconds=0.0 if on_cpu else median("op_seconds"),
+        kernel_seconds=median("op_seconds") if on_cpu else median("kernel_seconds"),
+        contention=min(1.0, max(0.0, median("contention"))) if ranks > 1 else 0.0,
+        source=f"measured on {found[0]['host']} with {ranks} ranks, {found[0]['threads']} threads each",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- on one rank
+
+
+class _Meter:
+    """Times what runs on a device, at the same time as the other ranks."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self.device, self._ranks = device, ranks
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median seconds of a call, over parts of the time. Longer than the slices in which ranks that
+        share a core take turns: a single call may be over before its turn is.
+
+        All ranks make as many calls, since they may send to each other.
+        """
+        self._series(run, 1)
+        trial = torch.tensor([self._series(run, 1)], dtype=torch.float64, device=self.device)
+        if self._ranks > 1:
+            dist.all_reduce(trial, dist.ReduceOp.MAX)
+        count = min(max(1, round(SECONDS / PARTS / trial.item())), 1000)
+        return statistics.median(self._series(run, count) for _ in range(PARTS))
+
+    def _series(self, run: Callable[[], object], count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            run()
+        self.synchronize()
+        return (time.perf_counter() - begun) / count
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _measured(ranks: int) -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if accelerator is None else accelerator
+    keep_freed_memory_by_default()
+    torch.set_flush_denormal(True)
+    meter = _Meter(device, ranks)
+    rows = 512 if accelerator is None else 8192
+    found: dict[str, Any] = {
+        "device": device.type,
+        "host": os.uname().machine if accelerator is None else torch.get_device_module(device).get_device_name(),
+        "threads": torch.get_num_threads(),
+        "memory": _memory(device),
+        "flops": {name: _matmul(meter, getattr(torch, name), rows) for name in ("float32", "bfloat16")},
+        **_streaming(meter, rows),
+        **_launches(meter),
+    }
+    fastest = found["flops"]["float32" if accelerator is None else "bfloat16"]
+    found["attention"] = _attention(meter, rows) / fastest
+    if ranks > 1:
+        found |= _messages(meter, ranks, rows)
+    return found
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cpu":
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(torch.get_device_module(device).mem_get_info()[1])
+
+
+def _matmul(meter: _Meter, dtype: torch.dtype, rows: int) -> float:
+    """Floating-point operations per second of a linear layer's three products, there and back."""
+    width = 2 * rows
+    x = torch.randn(rows, width // 2, device=meter.device, dtype=dtype)
+    weight = torch.randn(width, width // 2, device=meter.device, dtype=dtype)
+    grad = torch.randn(rows, width, device=meter.device, dtype=dtype)
+
+    def products() -> None:
+        _ = x @ weight.t(), grad @ weight, grad.t() @ x
+
+    return 3 * 2 * rows * width * (width // 2) / meter.seconds(products)
+
+
+def _attention(meter: _Meter, rows: int) -> float:
+    """Floating-point operations per second of causal attention there and back, counted as if it were not causal."""
+    dtype = torch.float32 if meter.device.type == "cpu" else torch.bfloat16
+    heads, length, size = rows // 64, min(rows, 2048), 64
+    query = torch.randn(1, heads, length, size, device=meter.device, dtype=dtype, requires_grad=True)
+    grad = torch.randn_like(query)
+
+    def there_and_back() -> None:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).backward(grad)  # type: ignore[no-untyped-call]
+
+    return (4 + 10) * heads * length * length * size / meter.seconds(there_and_back)
+
+
+def _streaming(meter: _Meter, rows: int) -> dict[str, float]:
+    """Bytes per second of arithmetic by element; and the share of it that functions reach."""
+    x = torch.randn(rows, 4 * rows, device=meter.device, requires_grad=True)
+    y = torch.randn(rows, 4 * rows, device=meter.device)
+
+    def adds() -> Tensor:
+        with torch.no_grad():
+            return (x + y).mul_(0.5)
+
+    def functions() -> None:
+        narrow = x.view(-1, rows)
+        F.layer_norm(F.gelu(narrow), (rows,)).softmax(-1).backward(y.view(-1, rows))  # type: ignore[no-untyped-call]
+
+    plain = (3 + 2) * x.nbytes / meter.seconds(adds)
+    # gelu 2 and 3, norm 2 and 3, softmax 2 and 3 times the bytes of x: forward and backward; and x.grad is added to.
+    return {"bandwidth": plain, "function": (3 * 5 + 3) * x.nbytes / meter.seconds(functions) / plain}
+
+
+def _launches(meter: _Meter) -> dict[str, float]:
+    """Seconds of the host for an operation that has next to nothing to do, and of the device for it."""
+    weight = torch.ones(16, device=meter.device, requires_grad=True)
+
+    def few() -> None:
+        y = weight
+        for _ in range(20):
+            y = y * 2.0
+        y.backward(weight)  # type: ignore[no-untyped-call]
+
+    begun = time.perf_counter()
+    few()
+    host = time.perf_counter() - begun
+    seconds = meter.seconds(few) / 40  # as many backwards
+    return {"op_seconds": min(seconds, host / 40), "kernel_seconds": seconds}
+
+
+def _messages(meter: _Meter, ranks: int, rows: int) -> dict[str, float]:
+    """Latency and bandwidth of an exchange among all ranks, and what it costs the computation beside it."""
+    exchange = _gloo_exchange if meter.device.type == "cpu" else _all_gather
+    small = meter.seconds(exchange(meter.device, ranks, _SMALL))
+    large = max(meter.seconds(exchange(meter.device, ranks, _LARGE)), 2 * small)  # else other work held up small ones
+    bandwidth = (_LARGE - _SMALL) * (ranks - 1) / ranks / (large - small)
+    x = torch.randn(rows, rows, device=meter.device)
+    times = max(1, round(large / meter.seconds(lambda: x @ x)))
+
+    def products() -> None:
+        for _ in range(times):
+            x @ x
+
+    send = exchange(meter.device, ranks, _LARGE, products)
+    alone, both = meter.seconds(products), meter.seconds(send)
+    # Both begin at the same time. What lies beyond the longer of them was lost.
+    contention = (both - max(alone, large)) / min(alone, large)
+    return {"link_latency": small, "link_bandwidth": bandwidth, "contention": contention}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _gloo_exchange(
+    device: torch.device, ranks: int, nbytes: int, meanwhile: Callable[[], None] = _nothing
+) -> Callable[[], None]:
+    """As the transport of CPU ranks does it: to every other rank, and from it. Parts of ``nbytes`` in all."""
+    rank = dist.get_rank()
+    parts = list(torch.zeros(nbytes, dtype=torch.uint8).chunk(ranks))
+
+    def run() -> None:
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        works = [dist.isend(parts[rank], peer) for peer in peers] + [dist.irecv(parts[peer], peer) for peer in peers]
+        meanwhile()
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return run
+
+
+def _all_gather(
+    device: torch.device, ranks: int, nbytes: int, meanwhile: Callable[[], None] = _nothing
+) -> Callable[[], None]:
+    output = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    own = output.chunk(ranks)[dist.get_rank()]
+
+    def run() -> None:
+        work = dist.all_gather_into_tensor(output, own, async_op=True)
+        meanwhile()
+        assert work is not None
+        work.wait()
+
+    return run
+
+
+@contextmanager
+def _group(folder: Path, rank: int, ranks: int) -> Iterator[None]:
+    if ranks == 1:
+        yield
+        return
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank)
+    store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(store=store, rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _main(folder: str, ranks: str, rank: str) -> None:
+    with _group(Path(folder), int(rank), int(ranks)):
+        found = _measured(int(ranks))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

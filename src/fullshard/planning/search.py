@@ -1,0 +1,203 @@
+"""Look for the choices with which a step is fastest and fits into memory, and say what each choice changes.
+
+[Note: The search]
+One choice is changed at a time, and the best value of it is kept; twice for all choices. A step that does not fit is
+worse than any that does, and of those the one that lacks least is best. Of a deep model only a few blocks are run, with
+two numbers of blocks, and a line is drawn through both, for what a block adds is the same for all of them. So candidates
+are estimates, and the differences between them are better than they are. What is recommended is run in full at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import FullshardError
+from fullshard.planning.choices import Choices
+from fullshard.planning.cluster import Cluster
+from fullshard.planning.dry_run import Step
+from fullshard.wrap.blocks import repeated_blocks
+from fullshard.wrap.tree import ModuleTree
+
+__all__ = ["Candidate", "search"]
+
+GIB = 2**30
+SHORT = (4, 6)  # blocks of the two shorter models
+LEAST_GAIN = 0.02  # of a step: a smaller one is not worth a change, and less than plans are off by
+SHARE = 0.95  # of the memory that may be used: plans have errors
+SWEEPS = 2
+
+_Run = Callable[[nn.Module, Choices], Step]
+_Axes = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Choices that a search looked at, one of which differs from the recommended ones.
+
+    Attributes:
+        name: What differs, in words.
+        choices: All of them.
+        seconds: Of a step, estimated.
+        reserved: Bytes that the caching allocator has reserved, estimated; allocated ones on a CPU.
+        change: Seconds over those of the recommended choices, less 1.
+        extra: Bytes beyond those of the recommended choices.
+        verdict: What speaks against it, or for it.
+    """
+
+    name: str
+    choices: Choices
+    seconds: float
+    reserved: float
+    change: float
+    extra: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """A step with some choices, or why there is none."""
+
+    seconds: float = float("inf")
+    reserved: float = float("inf")
+    memory: float = 0.0
+    error: str = ""
+
+    @property
+    def lacking(self) -> float:
+        """Bytes beyond what may be used."""
+        return max(0.0, self.reserved - SHARE * self.memory)
+
+    def better_than(self, other: _Estimate) -> bool:
+        if self.lacking or other.lacking:
+            return self.lacking < other.lacking
+        return self.seconds < (1 - LEAST_GAIN) * other.seconds
+
+
+class _Estimates:
+    """Estimates by choices, each made once."""
+
+    def __init__(self, model: nn.Module, run: _Run, cluster: Cluster) -> None:
+        self._model, self._run, self._cluster = model, run, cluster
+        self._found: dict[Choices, _Estimate] = {}
+        self._blocks = max((len(each.blocks) for each in repeated_blocks(ModuleTree(model))), default=0)
+        self._shorter = [_shortened(model, count) for count in SHORT] if self._blocks > 2 * SHORT[1] else []
+
+    def of(self, choices: Choices) -> _Estimate:
+        """Return the estimate of a step with these choices."""
+        if choices not in self._found:
+            try:
+                self._found[choices] = self._made(choices)
+            except (FullshardError, ValueError, TypeError) as error:
+                self._found[choices] = _Estimate(error=str(error))
+        return self._found[choices]
+
+    def _made(self, choices: Choices) -> _Estimate:
+        if self._shorter:
+            try:
+                few, more = (self._figures(model, choices) for model in self._shorter)
+            except (IndexError, KeyError, AttributeError):  # a forward that asks for the blocks by their numbers
+                self._shorter = []
+            else:
+                distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
+                seconds, reserved = (a + distance * (b - a) for a, b in zip(few, more, strict=True))
+                return _Estimate(seconds, reserved, self._cluster.memory)
+        return _Estimate(*self._figures(self._model, choices), self._cluster.memory)
+
+    def _figures(self, model: nn.Module, choices: Choices) -> tuple[float, float]:
+        step = self._run(model, choices)
+        return step.seconds, step.peak.nbytes if self._cluster.device == "cpu" else step.reserved
+
+
+def search(
+    model: nn.Module, base: Choices, fixed: Mapping[str, Any], run: _Run, cluster: Cluster, ranks: int, rows: int
+) -> tuple[Choices, Sequence[Candidate]]:
+    """Find the fastest choices that fit.
+
+    Args:
+        model: Unsharded.
+        base: Where to begin.
+        fixed: Names of choices that stay as they are.
+        run: Runs a step of a model, which may have fewer blocks, with some choices.
+        cluster: The machine.
+        ranks: Of the job.
+        rows: Of a rank's batch.
+
+    Returns:
+        The choices, and what each single change of them would give.
+    """
+    estimates = _Estimates(model, run, cluster)
+    axes = {name: values for name, values in _axes(model, cluster, ranks, rows).items() if name not in fixed}
+    best = base
+    for _ in range(SWEEPS):
+        for name in axes:
+            for other in _changes(best, {name: axes[name]}):
+                if estimates.of(other).better_than(estimates.of(best)):
+                    best = other
+    if cluster.device != "cpu" and "mixed_precision" not in fixed:
+        axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
+    ours = estimates.of(best)
+    shown = [_candidate(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
+    return best, sorted(shown, key=lambda each: each.change)
+
+
+def _axes(model: nn.Module, cluster: Cluster, ranks: int, rows: int) -> dict[str, Sequence[Any]]:
+    """Return the values of each choice that are looked at."""
+    nodes = max(1, ranks // cluster.node)
+    replicas = [each for each in (1, 2, nodes // 4, nodes) if each >= 1 and ranks % each == 0]
+    axes: dict[str, Sequence[Any]] = {
+        "checkpoint_activations": (False, 0.5, True),
+        "replicas": sorted({each for each in replicas if each < ranks}) or [1],
+        "reshard_after_forward": (None, False),
+        "microbatches": [each for each in (1, 2, 4) if rows % each == 0],
+        "blocks_per_unit": (1, 2),
+        "prefetch_bytes": (None, 2**30),
+    }
+    if cluster.device != "cpu":
+        axes["offload_optimizer"] = (False, True)
+    if not repeated_blocks(ModuleTree(model)):
+        del axes["checkpoint_activations"], axes["blocks_per_unit"]
+    return axes
+
+
+def _changes(choices: Choices, axes: _Axes) -> Iterator[Choices]:
+    """Yield all choices of which one differs."""
+    for name, values in axes.items():
+        for value in values:
+            if value != getattr(choices, name):
+                yield dataclasses.replace(choices, **{name: value})
+
+
+def _candidate(other: Choices, best: Choices, found: _Estimate, ours: _Estimate, ranks: int) -> Candidate:
+    before, after = dict(best.names(ranks)), dict(other.names(ranks))
+    name = next(words for which, words in after.items() if words != before[which])
+    if found.error:
+        return Candidate(name, other, 0.0, 0.0, float("inf"), 0.0, f"cannot be run: {found.error}")
+    change, extra = found.seconds / ours.seconds - 1, found.reserved - ours.reserved
+    return Candidate(name, other, found.seconds, found.reserved, change, extra, _verdict(other, best, found, ours))
+
+
+def _verdict(other: Choices, best: Choices, found: _Estimate, ours: _Estimate) -> str:
+    if other.mixed_precision != best.mixed_precision:
+        return "not looked at: it changes results"
+    if found.lacking:
+        return f"rejected: {found.reserved / GIB:.1f} GiB of {found.memory / GIB:.1f}, less {1 - SHARE:.0%} for errors"
+    if found.seconds > (1 + LEAST_GAIN) * ours.seconds:
+        return "rejected: slower" if found.reserved >= ours.reserved else "slower, but with less memory"
+    return "no gain in time" if found.reserved >= ours.reserved else "less memory, no gain in time"
+
+
+def _shortened(model: nn.Module, count: int) -> nn.Module:
+    """Return a copy of a model whose lists of blocks have at most so many."""
+    short = copy.deepcopy(model)
+    for each in repeated_blocks(ModuleTree(short)):
+        left_out = set(each.blocks[count:])
+        holder = short.get_submodule(each.name)
+        for name in [name for name, module in holder.named_children() if module in left_out]:
+            del holder._modules[name]
+    return short
