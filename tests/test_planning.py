@@ -76,7 +76,7 @@ def test_what_choices_change() -> None:
     assert hybrid.step.resting == pytest.approx(2 * planned().step.resting, rel=0.01)
     assert "mesh = init_device_mesh" in hybrid.table() and "(2, 4)" in hybrid.choices.code(8)
     twice = planned(choices={"microbatches": 2})
-    assert twice.step.flops == pytest.approx(2 * planned().step.flops)
+    assert twice.step.flops == pytest.approx(planned().step.flops)  # of two halves of the batch
 
 
 def test_time_follows_the_figures() -> None:
@@ -134,10 +134,11 @@ def test_clusters(tmp_path: Path) -> None:
     """Presets, files that change one, links within and between nodes, and what is no cluster."""
     path = tmp_path / "mine.toml"
     path.write_text(
-        'base = "h100"\nefficiency = 0.5\n[inner]\nbandwidth = 1e9\n[outer.4]\nbandwidth = 1e8\nlatency = 1e-3\n'
+        'base = "h100"\n[efficiency]\nmatmul = 0.5\n[inner]\nbandwidth = 1e9\n'
+        "[outer.4]\nbandwidth = 1e8\nlatency = 1e-3\n"
     )
     cluster = cluster_of(path)
-    assert (cluster.name, cluster.efficiency, cluster.node) == ("mine", 0.5, 8)
+    assert (cluster.name, cluster.efficiency, cluster.node) == ("mine", {"matmul": 0.5}, 8)
     assert cluster.link(8) == Link(1e9)
     assert (
         cluster.link(32) == Link(1e8, 1e-3) and cluster.link(4, stride=8).bandwidth == 1e8 / 8

@@ -6,13 +6,12 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import report
 from bench.contestants import Contestant
 from bench.models import next_token_loss
 from bench.planned.cases import TIMED_RANKS, Case, timed_cases
@@ -60,5 +59,6 @@ def compare_times(rounds: int = ROUNDS) -> Iterator[dict[str, Any]]:
             plans = [predicted(case, cluster).seconds for cluster in clusters]
             cell = {"case": case.name, "ranks": ranks, "seconds": seconds[case.name], "planned": plans}
             cell["calibration_seconds"] = took
-            print(f"{case.name}: {1e3 * statistics.median(seconds[case.name]):.0f} ms, planned {1e3 * statistics.median(plans):.0f}", flush=True)
+            found, planned = (1e3 * statistics.median(each) for each in (seconds[case.name], plans))
+            print(f"{case.name}: {found:.0f} ms, planned {planned:.0f}", flush=True)
             yield cell

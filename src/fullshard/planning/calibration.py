@@ -31,18 +31,20 @@ from fullshard.planning.cluster import Cluster, Link
 
 __all__ = ["calibrate"]
 
-SECONDS, PARTS = 0.8, 5  # of each figure, and the parts of that time
+SECONDS, PARTS = 0.8, 5  # of each figure, and the parts of which the median counts
 TIME_LIMIT = 60.0
+_MODULE = "fullshard.planning.calibration"
 _SMALL, _LARGE = 4 * 1024, 8 * 1024 * 1024  # bytes of messages
 
 
-def calibrate(ranks: int = 1) -> Cluster:
+def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
     """Measure what operations and messages of this machine take, with so many ranks on it.
 
     It takes some fifteen seconds, and at most a minute. The machine should have nothing else to do.
 
     Args:
         ranks: Processes that measure at the same time. With accelerators: at most as many as there are.
+        seconds: For each of the figures.
 
     Returns:
         The machine as a cluster of one node.
@@ -54,7 +56,7 @@ def calibrate(ranks: int = 1) -> Cluster:
         raise ValueError(f"calibrate: expected at least one rank, found {ranks}")
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": str(_threads(ranks))}
-        command = [sys.executable, "-m", __name__, folder, str(ranks)]
+        command = [sys.executable, "-m", _MODULE, folder, str(seconds), str(ranks)]
         processes = [
             subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(ranks)
@@ -85,7 +87,8 @@ def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
                 "is the machine busy?"
             ) from None
         if process.returncode:
-            raise FullshardError(f"calibrate: rank {rank} failed: {said.strip().splitlines()[-1:]}")
+            last = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            raise FullshardError(f"calibrate: rank {rank} failed: {last}")
 
 
 def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
@@ -108,6 +111,7 @@ def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
         backend="gloo" if on_cpu else "nccl",
         op_seconds=0.0 if on_cpu else median("op_seconds"),
         kernel_seconds=median("op_seconds") if on_cpu else median("kernel_seconds"),
+        calibrated=ranks,
         contention=min(1.0, max(0.0, median("contention"))) if ranks > 1 else 0.0,
         source=f"measured on {found[0]['host']} with {ranks} ranks, {found[0]['threads']} threads each",
     )
@@ -119,8 +123,8 @@ def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
 class _Meter:
     """Times what runs on a device, at the same time as the other ranks."""
 
-    def __init__(self, device: torch.device, ranks: int) -> None:
-        self.device, self._ranks = device, ranks
+    def __init__(self, device: torch.device, ranks: int, seconds: float) -> None:
+        self.device, self._ranks, self._seconds = device, ranks, seconds
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the median seconds of a call, over parts of the time. Longer than the slices in which ranks that
@@ -132,7 +136,7 @@ class _Meter:
         trial = torch.tensor([self._series(run, 1)], dtype=torch.float64, device=self.device)
         if self._ranks > 1:
             dist.all_reduce(trial, dist.ReduceOp.MAX)
-        count = min(max(1, round(SECONDS / PARTS / trial.item())), 1000)
+        count = min(max(1, round(self._seconds / PARTS / trial.item())), 1000)
         return statistics.median(self._series(run, count) for _ in range(PARTS))
 
     def _series(self, run: Callable[[], object], count: int) -> float:
@@ -148,12 +152,12 @@ class _Meter:
             torch.accelerator.synchronize()
 
 
-def _measured(ranks: int) -> dict[str, Any]:
+def _measured(ranks: int, seconds: float) -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if accelerator is None else accelerator
     keep_freed_memory_by_default()
     torch.set_flush_denormal(True)
-    meter = _Meter(device, ranks)
+    meter = _Meter(device, ranks, seconds)
     rows = 512 if accelerator is None else 8192
     found: dict[str, Any] = {
         "device": device.type,
@@ -310,9 +314,9 @@ def _group(folder: Path, rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _main(folder: str, ranks: str, rank: str) -> None:
+def _main(folder: str, seconds: str, ranks: str, rank: str) -> None:
     with _group(Path(folder), int(rank), int(ranks)):
-        found = _measured(int(ranks))
+        found = _measured(int(ranks), float(seconds))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -113,7 +113,10 @@ class Choices:
         """Yield each choice by name, with words for its value."""
         mesh = f"HSDP, {self.replicas} x {ranks // self.replicas}" if self.replicas > 1 else "sharded over all ranks"
         share = float(self.checkpoint_activations)
-        kept: dict[bool | int | None, str] = {None: "blocks resharded after forward", True: "all resharded after forward"}
+        kept: dict[bool | int | None, str] = {
+            None: "blocks resharded after forward",
+            True: "all resharded after forward",
+        }
         yield "replicas", mesh
         yield "mixed_precision", f"{self.mixed_precision or 'no mixed'} precision"
         yield "checkpoint_activations", f"{share:.0%} of the blocks recomputed" if share else "no recomputation"

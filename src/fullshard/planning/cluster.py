@@ -62,6 +62,7 @@ class Cluster:
             runs ahead.
         contention: Seconds of computation that a second of communication beside it costs, on CPUs.
         bus: Bytes per second between a device and its host, each way.
+        calibrated: Ranks that measured the figures at the same time; 0: they were not measured.
         node: Ranks of a node.
         inner: Collectives within a node.
         outer: Collectives over nodes, by their number; others are interpolated.
@@ -83,6 +84,7 @@ class Cluster:
     unit_seconds: float = 0.0
     contention: float = 0.0
     bus: float = 50e9
+    calibrated: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -118,6 +120,12 @@ class Cluster:
         span = (ranks - 1) * stride + 1
         if span <= self.node:
             return self.inner
+        if not self.outer:
+            raise FullshardError(
+                f"cluster {self.name!r}: expected at most the {self.node} ranks of its node, for it has no figures of "
+                f"a network between nodes ([outer.2] of a file), found a group over {span}"
+                + ("; calibrate with as many ranks" if self.calibrated else "")
+            )
         nodes = min(ranks, math.ceil(span / self.node))
         inside = max(1, min(ranks, self.node // stride))  # ranks of the group on a node share its network
         found = _interpolated(self.outer, nodes)

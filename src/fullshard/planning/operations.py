@@ -116,11 +116,12 @@ _ATTENTION = {packet for packet in _FLOPS if "attention" in str(packet)}
 _FUNCTIONS = {
     getattr(_aten, name)
     for name in (
-        "gelu gelu_backward silu silu_backward tanh tanh_backward sigmoid sigmoid_backward exp log sin cos erf pow "
-        "softplus softplus_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
-        "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
-        "native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward "
-        "native_dropout native_dropout_backward embedding_dense_backward logsumexp cumsum topk sort"
-    ).split()
+        "gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "sigmoid", "sigmoid_backward",
+        "exp", "log", "sin", "cos", "erf", "pow", "softplus", "softplus_backward", "_softmax", "_softmax_backward_data",
+        "_log_softmax", "_log_softmax_backward_data", "logsumexp", "native_layer_norm", "native_layer_norm_backward",
+        "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+        "_fused_rms_norm", "_fused_rms_norm_backward", "native_dropout", "native_dropout_backward",
+        "embedding_dense_backward", "cumsum", "topk", "sort",
+    )
     if hasattr(_aten, name)
-}
+}  # fmt: skip

@@ -228,6 +228,8 @@ def plan(
     step = planner.step(planner.model, base)
     if step.unknown:
         planner.assumed(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
+    if found.calibrated and found.calibrated != ranks:
+        planner.assumed(f"{ranks} ranks compute as fast as {found.calibrated} did in the calibration")
     numel = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
         type(model).__name__, numel, ranks, planner.rows, found, base, step, candidates, tuple(planner.assumptions)

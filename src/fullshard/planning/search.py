@@ -2,9 +2,10 @@
 
 [Note: The search]
 One choice is changed at a time, and the best value of it is kept; twice for all choices. A step that does not fit is
-worse than any that does, and of those the one that lacks least is best. Of a deep model only a few blocks are run, with
-two numbers of blocks, and a line is drawn through both, for what a block adds is the same for all of them. So candidates
-are estimates, and the differences between them are better than they are. What is recommended is run in full at the end.
+worse than any that does, and of those the one that lacks least is best. Of a deep model only a few blocks are run,
+with two numbers of blocks, and a line is drawn through both, for what a block adds is the same for all of them. So
+candidates are estimates, and the differences between them are better than they are. What is recommended is run in full
+at the end.
 """
 
 from __future__ import annotations

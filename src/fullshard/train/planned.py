@@ -1,4 +1,4 @@
-"""What `fullshard plan` is asked: a model of the user's, of a Hugging Face config or of a run, and how it is trained."""
+"""What `fullshard plan` is asked: a model of a user, a Hugging Face config or a run, and how it is trained."""
 
 from __future__ import annotations
 
