@@ -228,6 +228,9 @@ def plan(
     step = planner.step(planner.model, base)
     if step.unknown:
         planner.assumed(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
+    kept = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    for dtype in sorted(map(str, kept)):
+        planner.assumed(f"shards and optimizer state are kept in {dtype.removeprefix('torch.')}, as parameters are")
     if found.calibrated and found.calibrated != ranks:
         planner.assumed(f"{ranks} ranks compute as fast as {found.calibrated} did in the calibration")
     numel = sum(parameter.numel() for parameter in model.parameters())
