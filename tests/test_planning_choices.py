@@ -175,7 +175,7 @@ def _stored(choices: dict[str, Any], model: nn.Module, ranks: int = 4) -> Any:
     from fullshard.planning.plan import Plan
 
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return Plan(type(model).__name__, numel, ranks, 8, PRESETS["cpu"], Choices(**choices), None)  # type: ignore[arg-type]
+    return Plan(type(model).__name__, numel, ranks, 8, 0, PRESETS["cpu"], Choices(**choices), None)  # type: ignore[arg-type]
 
 
 @on_ranks(2)

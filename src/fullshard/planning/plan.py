@@ -19,6 +19,7 @@ from fullshard.errors import FullshardError
 from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import Cluster, cluster_of
 from fullshard.planning.dry_run import Step, dry_run
+from fullshard.planning.nearest import Published, nearest
 from fullshard.planning.report import draw, table
 from fullshard.planning.search import Candidate, search
 from fullshard.wrap.plan import ShardingPlan
@@ -40,6 +41,7 @@ class Plan(ShardingPlan):
         parameters: Of the model.
         ranks: Of the job.
         rows: Of a rank's batch, over all microbatches: the size of its first dimension.
+        tokens: Of a rank in a step, if the batch has token ids; else 0.
         cluster: The machine.
         choices: How the model is sharded.
         step: What the dry run found.
@@ -51,6 +53,7 @@ class Plan(ShardingPlan):
     parameters: int
     ranks: int
     rows: int
+    tokens: int
     cluster: Cluster
     choices: Choices
     step: Step
@@ -76,6 +79,21 @@ class Plan(ShardingPlan):
     def exposed_seconds(self) -> float:
         """Seconds of a step in which a rank waits for communication, and computes nothing."""
         return sum(each.seconds for each in self.step.trace.exposed(0))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a rank; 0 if the batch has no token ids."""
+        return self.tokens / self.step.seconds
+
+    @property
+    def nearest(self) -> Published | None:
+        """The published run that is most like this one, if there is one."""
+        tokens = self.tokens // self.choices.microbatches
+        if not tokens:
+            return None
+        return nearest(
+            self.parameters, self.ranks, tokens, self.cluster.name, float(self.choices.checkpoint_activations)
+        )
 
     @property
     def mfu(self) -> float:
@@ -137,11 +155,13 @@ class Plan(ShardingPlan):
             },
             "time": {
                 "step": self.step.seconds,
+                "tokens_per_second": self.tokens_per_second,
                 "computation": self.step.computation,
                 "exposed": self.exposed_seconds,
                 "flops": self.step.flops,
             },
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
+            "nearest": None if self.nearest is None else dict(self.nearest.text),
             "assumptions": list(self.assumptions),
         }
 
@@ -235,7 +255,16 @@ def plan(
         planner.assumed(f"{ranks} ranks compute as fast as {found.calibrated} did in the calibration")
     numel = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
-        type(model).__name__, numel, ranks, planner.rows, found, base, step, candidates, tuple(planner.assumptions)
+        type(model).__name__,
+        numel,
+        ranks,
+        planner.rows,
+        planner.tokens,
+        found,
+        base,
+        step,
+        candidates,
+        tuple(planner.assumptions),
     )
 
 
@@ -268,6 +297,12 @@ class _Planner:
     def rows(self) -> int:
         """Size of the first dimension of the batch."""
         return next((leaf.shape[0] for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+    @property
+    def tokens(self) -> int:
+        """Token ids of the batch, ``(rows, sequence)`` of integers; 0 if it has none."""
+        leaves = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim() == 2]
+        return next((leaf.numel() for leaf in leaves if not leaf.is_floating_point()), 0)
 
     def assumed(self, text: str) -> None:
         """Note an assumption, once."""

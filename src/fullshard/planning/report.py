@@ -13,6 +13,11 @@ __all__ = ["draw", "table"]
 
 GIB = 2**30
 _SHOWN = 8
+# Of plans beside runs: docs/performance/planned.md.
+ERRORS = {
+    "gpu": "memory some 10 %, time some 10 % on one node and more on many",
+    "cpu": "memory 1 %, time some 10 %",
+}
 _KINDS = ("#4477aa", "#aa3377", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb", "#777777")  # what memory is for
 
 
@@ -56,7 +61,8 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> Iterator[str]:
     step = plan.step
     yield "Time of a step, ms"
-    yield f"{1e3 * step.seconds:>10.1f}  step; {100 * plan.mfu:.1f} % of the device's operations per second"
+    tokens = f"; {plan.tokens_per_second:,.0f} tokens/s on a rank" if plan.tokens else ""
+    yield f"{1e3 * step.seconds:>10.1f}  step; {100 * plan.mfu:.1f} % of the device's operations per second{tokens}"
     yield f"{1e3 * step.computation:>10.1f}  computation"
     yield f"{1e3 * plan.exposed_seconds:>10.1f}  communication that nothing hides:"
     for each in step.trace.exposed(0)[:_SHOWN]:
@@ -76,6 +82,10 @@ def _candidates(plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield f"Errors: {ERRORS['cpu' if plan.cluster.calibrated else 'gpu']}"
+    if plan.nearest is not None:
+        yield f"Nearest published: {plan.nearest}"
     for each in plan.assumptions:
         yield f"Assumed: {each}"
 
