@@ -39,7 +39,7 @@ def test_configs_are_planned(kind: str, tmp_path: Path) -> None:
     path = config_of(kind, tmp_path)
     arguments = ["plan", str(path), "--ranks", "8", "--batch", "2", "--sequence", "64", "--no-search"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
-    assert done.exit_code == 0 and "ForCausalLM" in done.output or "LMHead" in done.output, done.output
+    assert (done.exit_code == 0 and "ForCausalLM" in done.output) or "LMHead" in done.output, done.output
     stored = json.loads((tmp_path / "plan.json").read_text())
     assert stored["parameters"] == sum(p.numel() for p in model_of(str(path), 2, 64)[0].parameters())
     assert stored["memory"]["parts"]["activations"] > 0 and not stored["assumptions"]

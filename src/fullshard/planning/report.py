@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fullshard.planning.plan import Plan
+from fullshard.planning.planned_step import PlannedStep
 
 __all__ = ["draw", "table"]
 
@@ -21,18 +19,18 @@ ERRORS = {
 _KINDS = ("#4477aa", "#aa3377", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb", "#777777")  # what memory is for
 
 
-def table(plan: Plan) -> str:
+def table(plan: PlannedStep) -> str:
     """Return memory and time of a plan, and what other choices would change, as text."""
     return "\n".join([*_head(plan), "", *_memory(plan), "", *_time(plan), *_candidates(plan), *_notes(plan)])
 
 
-def place(plan: Plan) -> str:
+def place(plan: PlannedStep) -> str:
     """Return where the peak of memory is, in words."""
     phase, unit = plan.step.peak.where
     return f"the {phase} of {unit or 'the root'}" if phase in ("forward", "backward") else f"the {phase}"
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: PlannedStep) -> Iterator[str]:
     nodes = -(-plan.ranks // plan.cluster.node)
     yield (
         f"{plan.model}, {plan.parameters / 1e9:,.2f} billion parameters, on {plan.ranks} ranks of "
@@ -43,7 +41,7 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"# {plan.choices.microbatches} microbatches of {plan.rows // plan.choices.microbatches} rows"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlannedStep) -> Iterator[str]:
     peak = plan.step.peak
     yield f"Memory of a rank at its peak, in {place(plan)}, GiB"
     for kind, nbytes in peak.parts.items():
@@ -58,7 +56,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"{plan.step.resting / GIB:>10.2f}  between steps"
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: PlannedStep) -> Iterator[str]:
     step = plan.step
     yield "Time of a step, ms"
     tokens = f"; {plan.tokens_per_second:,.0f} tokens/s on a rank" if plan.tokens else ""
@@ -72,7 +70,7 @@ def _time(plan: Plan) -> Iterator[str]:
             yield f"{1e3 * each.seconds:>10.2f}    {name} ({why})"
 
 
-def _candidates(plan: Plan) -> Iterator[str]:
+def _candidates(plan: PlannedStep) -> Iterator[str]:
     if plan.candidates:
         yield ""
         yield "What one other choice would change (estimated)"
@@ -81,7 +79,7 @@ def _candidates(plan: Plan) -> Iterator[str]:
         yield f"{figures}  {each.name}: {each.verdict}"
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: PlannedStep) -> Iterator[str]:
     yield ""
     yield f"Errors: {ERRORS['cpu' if plan.cluster.calibrated else 'gpu']}"
     if plan.nearest is not None:
@@ -90,7 +88,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"Assumed: {each}"
 
 
-def draw(plan: Plan, path: Path) -> bool:
+def draw(plan: PlannedStep, path: Path) -> bool:
     """Draw memory over the step by what it is for, and below it what the rank does. False without matplotlib.
 
     Args:
@@ -140,7 +138,7 @@ def draw(plan: Plan, path: Path) -> bool:
     return True
 
 
-def _curves(plan: Plan) -> tuple[list[float], dict[str, list[float]]]:
+def _curves(plan: PlannedStep) -> tuple[list[float], dict[str, list[float]]]:
     """Return moments of the step in ms, and GiB by kind at each, those that are there all the time first."""
     held = dict(plan.step.held)
     for _, change in plan.step.changes:
