@@ -12,6 +12,11 @@ some have not when the outermost forward ends (a head that is called later, or w
 unsharded for backward, where nodes that have read the weight need it. Its backward ends when that of all its calls has
 ended, as for one module that is called several times.
 
+What is computed between its modules may have read a weight of one that has no submodules (norm and head), and has no
+hook. So such a unit is unsharded as backward begins, too. Of blocks, which have submodules, the last one is expected to
+be part of the loss: its backward comes before that of whatever has read a weight earlier, and unshards the unit. Else a
+model whose units are lists of blocks would be unsharded as a whole.
+
 [Note: Sharded parameters read in a forward]
 A model that reads ``self.head.weight`` in its forward while the unit of ``head`` is resharded gets the DTensor, and may
 compute with it (``.full_tensor()``). Autograd then accumulates the gradient of this rank's data directly into the
@@ -95,6 +100,10 @@ class ParameterReads:
     def until_end(self, unit: Unit) -> None:
         """Leave the unsharded parameters of ``unit`` registered until ``end_forward``."""
         self._open.append(unit.ref)
+
+    def all_have_run(self, unit: Unit) -> None:
+        """Undo ``until_end``: the last of the blocks of ``unit`` has run, whose hooks tell when to unshard it."""
+        self._open = [ref for ref in self._open if ref is not unit.ref]
 
     def end_forward(self) -> list[Unit]:
         """End the outermost forward, also after a failure.

@@ -288,6 +288,8 @@ class Runtime:
             unit.modules_run[id(module)] = has_backward or unit.modules_run.get(id(module), False)
             if len(unit.modules_run) < len(unit.modules) and self._leave_registered(unit):
                 return
+            if unit.has_only_blocks:
+                self._reads.all_have_run(unit)
             has_backward = any(unit.modules_run.values())
             unit.modules_run.clear()
         self._reshard_after_forward(unit, has_backward=has_backward)
