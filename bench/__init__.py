@@ -8,7 +8,7 @@
 - ``report.py``, ``statistics.py``, ``environment.py``  files, tables and bars; ratios; what was measured on what
 - ``resident_memory.py``  a process's memory as the kernel counts it
 - ``contestants.py``, ``models.py``  who takes part, and what they train
-- ``simulators/``      networks and streams that are models, and a model of a step's schedule
+- ``simulators/``      a silent process group, and messages that spin on a real accelerator
 - ``training/``        a GPT trained in turns: ``step``, ``modes``, ``wrapper``, ``accelerate_step``, ``page_faults``
 - ``stored.py``, ``figures.py``, ``claims.py``  the newest results; figures and targets; sentences made of them
 - ``redraw.py``       plots, tables and claims of stored results, without a measurement

@@ -1,192 +1,400 @@
-"""Which modules to make units: figures from a model of one training step, not from a measurement.
+"""Which modules to make units: plans of a training step for several choices, on several numbers of GPUs.
 
-Several choices of units for two models, on several numbers of GPUs, by the schedule of
-``bench/simulators/schedule.py``. With ``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
+The engine itself runs, by ``dry_run``, on the planner's H100s. Nothing is measured. With ``--write-document`` the
+tables and ``units.png`` go to ``docs/how_to/units.md``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.environment import REPOSITORY
-from bench.simulators.schedule import (
-    EFFICIENCY,
-    NETWORK_BANDWIDTH,
-    NVLINK_BANDWIDTH,
-    PARAMETER_BYTES,
-    PEAK_FLOPS,
-    PROTOCOLS,
-    REDUCE_BYTES,
-    SIMPLE,
-    Fabric,
-    Machine,
-    ModelShape,
-    Outcome,
-    RingProtocol,
-    UnitPlan,
-    Wrapping,
-    simulate,
-)
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard.planning.cluster import PRESETS, Cluster, Link
+from fullshard.planning.dry_run import Step, dry_run
 
 PAGE = REPOSITORY / "docs" / "how_to" / "units.md"
-RANKS = (8, 64, 1024)
-
-GPT = ModelShape("1.4B", 24, 2048, 50_304, 12 * 2048**2, sequence=2048, sequences=4)
-LLAMA = ModelShape("8B", 32, 4096, 128_256, 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14_336, sequence=8192, sequences=1)
-MODELS = (GPT, LLAMA)
-
-PLAIN = "blocks"
-RECOMMENDED = "blocks, embed, norm + head kept"
-BY_TWO, BY_FOUR = "... and 2 blocks per unit", "... and 4 blocks per unit"
+GIB = 2**30
+RANKS = (8, 64, 512)  # 64 nodes are the most of which the network's figures are known
+MANY = RANKS[1:]
+TOKEN_FACTORS = (1, 2, 4)
+NODE = PRESETS["h100"].node
 
 
-def choices(blocks: int) -> list[Wrapping]:
-    """Choices of units for a model with so many blocks. Modules that a title does not name are in the root."""
-
-    def grouped(size: int, keep: bool = False) -> tuple[UnitPlan, ...]:
-        names = [f"block{i}" for i in range(blocks)]
-        return tuple(UnitPlan(tuple(names[i : i + size]), keep) for i in range(0, blocks, size))
-
-    each, embed = grouped(1), UnitPlan(("embed",))
-    tail, kept_tail = UnitPlan(("norm", "head")), UnitPlan(("norm", "head"), keep=True)
-    return [
-        Wrapping("the model is one unit", ()),
-        Wrapping(PLAIN, each),
-        Wrapping("blocks, embed, norm, head", (embed, *each, UnitPlan(("norm",)), UnitPlan(("head",)))),
-        Wrapping("blocks, norm + head", (*each, tail)),
-        Wrapping("blocks, norm + head kept", (*each, kept_tail)),
-        Wrapping("blocks, norm + head kept, root resharded", (*each, kept_tail), keep_root=False),
-        Wrapping(RECOMMENDED, (embed, *each, kept_tail)),
-        Wrapping("... and the last block kept", (embed, *each[:-1], replace(each[-1], keep=True), kept_tail)),
-        Wrapping("... and all blocks kept", (embed, *grouped(1, keep=True), kept_tail)),
-        Wrapping(BY_TWO, (embed, *grouped(2), kept_tail)),
-        Wrapping(BY_FOUR, (embed, *grouped(4), kept_tail)),
-    ]
+# ---------------------------------------------------------------- models
 
 
 @dataclass(frozen=True)
-class Assumptions:
-    """Assumptions of the tables. ``tokens`` and ``bandwidth`` are factors."""
+class DecoderShape:
+    """A decoder-only transformer with an untied head, and the batch per GPU.
 
-    title: str = "baseline"
-    efficiency: float = EFFICIENCY
-    bandwidth: float = 1.0
-    tokens: int = 1
-    protocols: tuple[RingProtocol, ...] = PROTOCOLS
-
-    def machine(self, ranks: int) -> Machine:
-        nvlink, network = NVLINK_BANDWIDTH * self.bandwidth, NETWORK_BANDWIDTH * self.bandwidth
-        fabric = Fabric(ranks, nvlink, network, self.protocols)
-        return Machine(fabric.collective_seconds, self.efficiency * PEAK_FLOPS)
-
-
-BASE = Assumptions()
-VARIATIONS = (
-    BASE,
-    Assumptions("half the bandwidth", bandwidth=0.5),
-    Assumptions("Simple protocol only", protocols=(SIMPLE,)),
-    Assumptions("efficiency 0.35", efficiency=0.35),
-    Assumptions("efficiency 0.65", efficiency=0.65),
-    Assumptions("4 times the tokens", tokens=4),
-)
-
-
-def outcomes(model: ModelShape, assumed: Assumptions = BASE) -> dict[str, dict[int, Outcome]]:
-    """Per choice, per number of ranks."""
-    pieces = replace(model, sequences=assumed.tokens * model.sequences).pieces()
-    return {
-        wrapping.title: {ranks: simulate(pieces, wrapping, assumed.machine(ranks)) for ranks in RANKS}
-        for wrapping in choices(model.blocks)
-    }
-
-
-def tokens_needed(unit_parameters: int, machine: Machine) -> float:
-    """Tokens per GPU from which the computation of a unit of so many parameters hides communication.
-
-    Forward must hide the all-gather of the next unit; backward an all-gather and a reduce-scatter. Attention is left
-    out.
+    Args:
+        title: For tables.
+        width: Of the residual stream.
+        blocks: How many.
+        heads: Of attention.
+        key_value_heads: Of attention.
+        hidden: Width of the MLP.
+        gated: Whether the MLP has a gate.
+        vocabulary: Tokens that there are.
+        sequence: Tokens of a sequence.
+        sequences: Of a GPU and a step.
+        checkpoint: Whether blocks are recomputed in backward.
     """
-    gather = machine.collective_seconds(PARAMETER_BYTES * unit_parameters)
-    reduce = machine.collective_seconds(REDUCE_BYTES * unit_parameters)
-    return max(gather, (gather + reduce) / 2) * machine.flops_per_second / (2 * unit_parameters)
+
+    title: str
+    width: int
+    blocks: int
+    heads: int
+    key_value_heads: int
+    hidden: int
+    gated: bool
+    vocabulary: int
+    sequence: int
+    sequences: int
+    checkpoint: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a GPU and a step."""
+        return self.sequence * self.sequences
+
+
+GPT = DecoderShape("1.4B", 2048, 24, 16, 16, 8192, False, 50_304, 2048, 4, checkpoint=False)
+LLAMA = DecoderShape("8B", 4096, 32, 32, 8, 14_336, True, 128_256, 8192, 1, checkpoint=True)
+MODELS = (GPT, LLAMA)
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention and an MLP, each after a norm.
+
+    The norm is torch's layer norm without bias, which has as many parameters as an RMS norm and is one kernel on the
+    meta device, too; RMS norm is several there.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        width, small = shape.width, shape.width // shape.heads * shape.key_value_heads
+        self.shape = shape
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.key, self.value = nn.Linear(width, small, bias=False), nn.Linear(width, small, bias=False)
+        self.up, self.down = nn.Linear(width, shape.hidden, bias=False), nn.Linear(shape.hidden, width, bias=False)
+        self.gate = nn.Linear(width, shape.hidden, bias=False) if shape.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        shape, y = self.shape, self.attention_norm(x)
+        query, key, value = (
+            each(y).view(batch, sequence, -1, width // shape.heads).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        if shape.key_value_heads < shape.heads:
+            key, value = (each.repeat_interleave(shape.heads // shape.key_value_heads, 1) for each in (key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
+        y = self.mlp_norm(x)
+        inner = F.silu(self.gate(y)) * self.up(y) if self.gate is not None else F.gelu(self.up(y))
+        return x + self.down(inner)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- choices
+
+
+@dataclass(frozen=True)
+class Units:
+    """A choice of units. Modules that it does not name are in the root unit.
+
+    Args:
+        per_unit: Blocks of a unit; 0: the root has them.
+        embed: Whether the embedding is a unit.
+        tail: What norm and head are: ``"root"``, ``"units"`` of their own, or ``"unit"``: one of both.
+        reshard: ``reshard_after_forward`` of the blocks.
+        reshard_tail: That of norm and head.
+        hybrid: Sharded within nodes, and replicated over them.
+    """
+
+    per_unit: int = 1
+    embed: bool = True
+    tail: str = "unit"
+    reshard: bool | int | None = None
+    reshard_tail: bool | None = False
+    hybrid: bool = False
+
+    def applies(self, ranks: int) -> bool:
+        """Whether it differs from others on so many ranks: nodes matter if there are several."""
+        return ranks > NODE or not (self.hybrid or (self.reshard is not None and self.reshard > 1))
+
+    def mesh(self, ranks: int) -> DeviceMesh:
+        """Of all ranks."""
+        if not self.hybrid:
+            return init_device_mesh("meta", (ranks,))
+        return init_device_mesh("meta", (ranks // NODE, NODE), mesh_dim_names=("replicate", "shard"))
+
+    def shard(self, model: Decoder, ranks: int) -> nn.Module:
+        """Shard a model so."""
+        options: dict[str, Any] = {
+            "mesh": self.mesh(ranks),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        }
+        blocks = list(model.blocks)
+        for first in range(0, len(blocks), self.per_unit) if self.per_unit else ():
+            fully_shard(blocks[first : first + self.per_unit], reshard_after_forward=self.reshard, **options)
+        if self.embed:
+            fully_shard(model.embed, **options)
+        tails = {"root": [], "units": [[model.norm], [model.head]], "unit": [[model.norm, model.head]]}[self.tail]
+        for modules in tails:
+            fully_shard(modules, reshard_after_forward=self.reshard_tail, **options)
+        return fully_shard(model, **options)
+
+
+PLAIN = "blocks"
+RECOMMENDED = "blocks, embed, norm + head"
+BY_TWO, BY_FOUR = "... and 2 blocks per unit", "... and 4 blocks per unit"
+WITHIN, HYBRID = "... and all-gathered again within nodes", "... and HSDP: one copy of the model per node"
+CHOICES: Mapping[str, Units] = {
+    "the model is one unit": Units(0, embed=False, tail="root"),
+    PLAIN: Units(embed=False, tail="root"),
+    "blocks, embed, norm, head": Units(tail="units", reshard_tail=None),
+    "blocks, norm + head": Units(embed=False),
+    RECOMMENDED: Units(),
+    "... and every unit resharded": Units(reshard=True, reshard_tail=True),
+    "... and all blocks kept": Units(reshard=False),
+    BY_TWO: Units(2),
+    BY_FOUR: Units(4),
+    WITHIN: Units(reshard=NODE),
+    HYBRID: Units(hybrid=True),
+}
+
+
+# ---------------------------------------------------------------- machines
+
+# Bytes per second of all-reduces of 256 MB among all ranks, by nodes: from the measurements that the preset has its
+# all-gathers of. The plan of an all-reduce is two passes of a ring at a link's bandwidth, which these are at.
+_ALL_REDUCES = {2: 361.75e9, 4: 160.14e9, 8: 99.56e9, 16: 84.74e9, 32: 64.93e9, 64: 32.94e9}
+_MEASURED_BYTES = 256e6
+AS_BANDWIDTH, AS_LATENCY, FAST = "bandwidth", "latency", "none"
+READINGS: Mapping[str, str] = {
+    AS_BANDWIDTH: "measured; more nodes lower the bandwidth",
+    AS_LATENCY: "measured; more nodes add latency",
+    FAST: "as fast as within a node",
+}
+
+
+def cluster_of(units: Units, reading: str = AS_BANDWIDTH) -> Cluster:
+    """H100s whose network between nodes is as measured, by one of ``READINGS``.
+
+    Args:
+        units: Of hybrid ones, all-reduces alone cross nodes.
+        reading: Measured are messages of one size. So it is open what smaller and larger ones take: in proportion to
+            their bytes, or what is beyond the time within a node once per message.
+    """
+    base = PRESETS["h100"]
+    outer = dict(base.outer)
+    if units.hybrid:
+        outer = {nodes: dataclasses.replace(outer[nodes], bandwidth=speed) for nodes, speed in _ALL_REDUCES.items()}
+    if reading == AS_LATENCY:
+        outer = {nodes: _as_latency(link, base.inner) for nodes, link in outer.items()}
+    elif reading == FAST:
+        outer = dict.fromkeys(outer, base.inner)
+    return dataclasses.replace(base, outer=outer)
+
+
+def _as_latency(link: Link, inner: Link) -> Link:
+    beyond = max(0.0, _MEASURED_BYTES / link.bandwidth - _MEASURED_BYTES / inner.bandwidth)
+    return dataclasses.replace(inner, latency=link.latency + beyond)
+
+
+# ---------------------------------------------------------------- plans
+
+
+class Case(NamedTuple):
+    """A plan to make. ``tokens``: a factor."""
+
+    model: DecoderShape
+    choice: str
+    ranks: int
+    reading: str = AS_BANDWIDTH
+    tokens: int = 1
+
+
+class Outcome(NamedTuple):
+    """Of a plan: seconds of a step and of communication that nothing hides, and most bytes at a time."""
+
+    seconds: float
+    exposed: float
+    peak: int
+
+    @classmethod
+    def of(cls, step: Step) -> Outcome:
+        """Return that of a dry run."""
+        return cls(step.seconds, sum(each.seconds for each in step.trace.exposed(0)), step.peak.nbytes)
+
+
+Outcomes = Mapping[Case, Outcome]
+
+
+def outcome(case: Case) -> Outcome:
+    """Plan a step."""
+    shape, units = case.model, CHOICES[case.choice]
+    ids = torch.zeros(case.tokens * shape.sequences, shape.sequence, dtype=torch.int64, device="meta")
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = Decoder(shape)
+        if shape.checkpoint:
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, DecoderBlock))
+        sharded = units.shard(model, case.ranks)
+        return sharded, torch.optim.AdamW(sharded.parameters())
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+    return Outcome.of(dry_run(build, loss, cluster=cluster_of(units, case.reading), ranks=case.ranks))
+
+
+def cases(models: Sequence[DecoderShape]) -> list[Case]:
+    """All that the page shows."""
+    base = [Case(m, name, ranks) for m in models for name in CHOICES for ranks in RANKS if CHOICES[name].applies(ranks)]
+    several = partial(_several, models)
+    more = [Case(m, name, n, tokens=k) for m, n in several() for name in (RECOMMENDED, HYBRID) for k in TOKEN_FACTORS]
+    names = (RECOMMENDED, *COMPARED)
+    other = [Case(m, name, n, reading) for reading in READINGS for m, n in several() for name in names]
+    return list(dict.fromkeys([*base, *more, *other]))
+
+
+def _several(models: Sequence[DecoderShape]) -> list[tuple[DecoderShape, int]]:
+    return [(model, ranks) for model in models for ranks in MANY]
+
+
+def outcomes(models: Sequence[DecoderShape]) -> Outcomes:
+    """All plans."""
+    found: dict[Case, Outcome] = {}
+    for case in cases(models):
+        begun = time.monotonic()
+        found[case] = each = outcome(case)
+        print(
+            f"{case.model.title}, {case.choice}, {case.ranks} GPUs, {case.reading}, {case.tokens} x tokens: "
+            f"{1e3 * each.seconds:.0f} ms, {each.peak / GIB:.1f} GiB ({time.monotonic() - begun:.1f} s)",
+            flush=True,
+        )
+    return found
 
 
 # ---------------------------------------------------------------- output
 
+COMPARED = (BY_FOUR, WITHIN, HYBRID)
 
-def table(model: ModelShape) -> str:
-    """Step time and exposed time per choice and number of ranks, and peak memory (equal for all ranks)."""
-    header = ["units", *(f"{ranks:,} GPUs" for ranks in RANKS), "peak GiB"]
+
+def row(found: Outcomes, model: DecoderShape, name: str) -> list[str]:
+    """Step time, exposed time and peak memory of a choice, per number of ranks."""
+    by_ranks = [found.get(Case(model, name, ranks)) for ranks in RANKS]
+    times = ["-" if o is None else f"{1e3 * o.seconds:,.0f} ({1e3 * o.exposed:,.0f})" for o in by_ranks]
+    peaks = " / ".join("-" if o is None else f"{o.peak / GIB:.1f}" for o in by_ranks)
+    cells = [name, *times, peaks]
+    return [f"**{cell}**" for cell in cells] if name == RECOMMENDED else cells
+
+
+def table(found: Outcomes, model: DecoderShape) -> str:
+    """A row per choice."""
+    header = ["units", *(f"{ranks:,} GPUs" for ranks in RANKS), "peak, GiB"]
+    return report.markdown_table(header, [row(found, model, name) for name in CHOICES])
+
+
+def tokens_table(found: Outcomes, models: Sequence[DecoderShape]) -> str:
+    """Share of a step that is exposed communication, by tokens: sharded over all ranks, and HSDP."""
+    header = ["model, GPUs", *(f"{factor * models[0].tokens:,} tokens" for factor in TOKEN_FACTORS)]
     rows = []
-    for title, by_ranks in outcomes(model).items():
-        cells = [f"{1e3 * o.step_seconds:,.0f} ({1e3 * o.exposed_seconds:,.0f})" for o in by_ranks.values()]
-        peak = by_ranks[RANKS[0]].peak_bytes / 2**30
-        row = [title, *cells, f"{peak:.1f}"]
-        rows.append([f"**{cell}**" for cell in row] if title == RECOMMENDED else row)
+    for model, ranks in _several(models):
+        pairs = [
+            [found[Case(model, name, ranks, tokens=factor)] for name in (RECOMMENDED, HYBRID)]
+            for factor in TOKEN_FACTORS
+        ]
+        cells = [" / ".join(f"{100 * each.exposed / each.seconds:.0f} %" for each in pair) for pair in pairs]
+        rows.append([f"{model.title}, {ranks:,}", *cells])
     return report.markdown_table(header, rows)
 
 
-def tokens_table() -> str:
-    """Tokens per GPU that hide the communication of units of one, two and four blocks."""
-    sizes = [(model, ranks) for model in MODELS for ranks in RANKS]
-    header = ["blocks per unit", *(f"{model.title}, {ranks:,}" for model, ranks in sizes)]
+def readings_table(found: Outcomes, models: Sequence[DecoderShape]) -> str:
+    """Step time of the recommended choice for each reading of the network, and that of others relative to it."""
+    header = ["network between nodes", "model, GPUs", "step, ms", *(name.removeprefix("... and ") for name in COMPARED)]
     rows = []
-    for blocks in (1, 2, 4):
-        needed = [tokens_needed(blocks * model.block_parameters, BASE.machine(ranks)) for model, ranks in sizes]
-        rows.append([str(blocks), *(f"{tokens:,.0f}" for tokens in needed)])
+    for reading, title in READINGS.items():
+        for model, ranks in _several(models):
+            base = found[Case(model, RECOMMENDED, ranks, reading)].seconds
+            others = [found[Case(model, name, ranks, reading)].seconds / base for name in COMPARED]
+            cells = [f"{1e3 * base:,.0f}", *(f"{other:.2f}" for other in others)]
+            rows.append([title, f"{model.title}, {ranks:,}", *cells])
     return report.markdown_table(header, rows)
 
 
-def variations_table() -> str:
-    """Step time relative to ``PLAIN`` under other assumptions: one, two and four blocks per unit."""
-    sizes = [(model, ranks) for model in MODELS for ranks in (RANKS[0], RANKS[-1])]
-    header = ["assumption", *(f"{model.title}, {ranks:,}" for model, ranks in sizes)]
-    rows = []
-    for assumed in VARIATIONS:
-        found = {model.title: outcomes(model, assumed) for model in MODELS}
-        cells = []
-        for model, ranks in sizes:
-            step = {name: by_ranks[ranks].step_seconds for name, by_ranks in found[model.title].items()}
-            cells.append(" / ".join(f"{step[name] / step[PLAIN]:.2f}" for name in (RECOMMENDED, BY_TWO, BY_FOUR)))
-        rows.append([assumed.title, *cells])
-    return report.markdown_table(header, rows)
-
-
-def document_blocks() -> dict[str, str]:
+def document_blocks(found: Outcomes, models: Sequence[DecoderShape]) -> dict[str, str]:
     """The blocks of the documentation page, by marker."""
-    blocks = {f"wrap_model:{model.title}": table(model) for model in MODELS}
-    return {**blocks, "wrap_model:tokens": tokens_table(), "wrap_model:variations": variations_table()}
+    blocks = {f"wrap_model:{model.title}": table(found, model) for model in models}
+    blocks["wrap_model:tokens"] = tokens_table(found, models)
+    blocks["wrap_model:readings"] = readings_table(found, models)
+    return blocks
 
 
-def panels() -> list[report.Bars]:
+def panels(found: Outcomes, models: Sequence[DecoderShape]) -> list[report.Bars]:
     """Per model: the share of the step that is exposed communication per number of ranks, and peak memory."""
-    found = []
-    for model in MODELS:
-        of_model = outcomes(model)
+    bars = []
+    for model in models:
         for ranks in RANKS:
-            steps = {name: by_ranks[ranks] for name, by_ranks in of_model.items()}
-            exposed = {name: 100 * step.exposed_seconds / step.step_seconds for name, step in steps.items()}
-            found.append(report.Bars(f"{model.title}, {ranks:,} GPUs: exposed, %", exposed, None, RECOMMENDED))
-        peak = {name: by_ranks[RANKS[0]].peak_bytes / 2**30 for name, by_ranks in of_model.items()}
-        found.append(report.Bars(f"{model.title}: peak, GiB", peak, None, RECOMMENDED))
-    return found
+            some = {name: found[case] for name in CHOICES if (case := Case(model, name, ranks)) in found}
+            exposed = {name: 100 * each.exposed / each.seconds for name, each in some.items()}
+            bars.append(report.Bars(f"{model.title}, {ranks:,} GPUs: exposed, %", exposed, None, RECOMMENDED))
+        peaks = {name: found[Case(model, name, MANY[0])].peak / GIB for name in CHOICES}
+        bars.append(report.Bars(f"{model.title}, {MANY[0]} GPUs: peak, GiB", peaks, None, RECOMMENDED))
+    return bars
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Nothing to choose."""
+    """Nothing to choose: some five minutes."""
 
     document: Path = PAGE
 
 
 def run(options: Options) -> None:
-    """Model a training step for each choice of units."""
-    for name, block in document_blocks().items():
+    """Plan a training step for each choice of units."""
+    found = outcomes(MODELS)
+    for name, block in document_blocks(found, MODELS).items():
         report.write_page(options, name, [block])
     if options.write_document:
         tokens = f"{GPT.tokens:,} tokens per GPU and step"
-        title = f"Modeled, not measured: H100s, {tokens}. Exposed: communication not hidden, share of the step"
-        report.plot(options.document.with_name("units.png"), title, panels(), columns=len(RANKS) + 1)
+        title = (
+            f"Planned, not measured: H100s, {tokens}. Exposed: share of the step in which communication is waited for"
+        )
+        report.plot(options.document.with_name("units.png"), title, panels(found, MODELS), columns=len(RANKS) + 1)

@@ -1,11 +1,11 @@
 """How much communication overlaps with computation: fullshard, FSDP2 and FSDP1 on a modelled network.
 
-One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, which no schedule with
+One process plays one rank of N on ``fullshard.planning.simulation``. A step is set beside T_LB, which no schedule with
 the same memory undercuts, and beside what fullshard's schedule takes (``bound.py``).
 
 ``host``: as on CPU ranks, where what waits blocks. FSDP1 and FSDP2 overlap by streams, and on CPU these do nothing, so
 that each of their collectives blocks. ``streams``: with streams that keep time, as on an accelerator; see
-``bench/simulators/streams.py``. Time is that of a clock that skips what would be slept.
+``fullshard.planning.simulation.streams``. Time is that of a clock that skips what would be slept.
 """
 
 from __future__ import annotations

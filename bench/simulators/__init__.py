@@ -2,5 +2,4 @@
 
 - ``silent.py``    a process group whose collectives take no time
 - ``spinning.py``  a real accelerator in the modelled network
-- ``schedule.py``  fullshard's schedule of a step as a calculation, without running anything
 """

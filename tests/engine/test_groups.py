@@ -184,6 +184,36 @@ def test_messages(rank: Rank, setting: bool | None) -> None:
         assert_at_rest(model)
 
 
+def order_of(run: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Return the kinds of collectives and the numbers of the units' first blocks, in order of issue."""
+    with record() as seen:
+        run()
+    return [(c.kind, (c.unit or "").rpartition(".")[2]) for c in seen]
+
+
+@on_ranks(2)
+def test_lists_of_blocks_communicate_as_containers_do(rank: Rank) -> None:
+    """The next unit is prefetched in backward, too, and not all units are unsharded as it begins."""
+    found = []
+    for lists in (True, False):
+        blocks = [Block(DIM) for _ in range(8)]
+        pairs = [blocks[first : first + 2] for first in range(0, 8, 2)]
+        model: Any = nn.Sequential(*blocks) if lists else nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
+        with tiny_units(up_to=0):
+            for number, pair in enumerate(pairs):
+                fully_shard(pair if lists else model[number], mesh=rank.mesh)
+            fully_shard(model, mesh=rank.mesh)
+        x = torch.ones(2, DIM, requires_grad=True)
+        model(x).sum().backward()
+        order = order_of(lambda model=model, x=x: model(x).sum().backward())
+        numbers = [(kind, int(unit) // (2 if lists else 1) if unit else -1) for kind, unit in order]
+        found.append([each for each, _ in itertools.groupby(numbers)])  # a unit may send several messages
+    assert found[0] == found[1]
+    backward = found[0][found[0].index(("reduce_scatter", 3)) :]
+    gather, reduce = "all_gather", "reduce_scatter"
+    assert backward == [(reduce, 3), (gather, 1), (reduce, 2), (gather, 0), (reduce, 1), (reduce, 0)]
+
+
 @on_ranks(2)
 @each_value(group=GROUPS, setting=[True, None, False], recompute=["", "members", "", "all"])
 def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) -> None:

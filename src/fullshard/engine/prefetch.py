@@ -190,13 +190,18 @@ class Prefetcher:
         """Choose the units to prefetch in the backward of ``unit``."""
         if unit.settings.backward_prefetch:
             return self._listed(unit.settings.backward_prefetch)
-        return self.last_ended() if unit.settings.backward_order == "before" else iter(())
+        return self.last_ended(unit) if unit.settings.backward_order == "before" else iter(())
 
-    def last_ended(self) -> Iterator[list[Unit]]:
-        """Choose units of the last forwards that wait for their backward."""
-        return self._next(
-            ref for ref in reversed(self.ended) if (unit := ref()) is None or unit.settings.unshard_in_backward
-        )
+    def last_ended(self, running: Unit | None = None) -> Iterator[list[Unit]]:
+        """Choose units of the last forwards that wait for their backward.
+
+        Args:
+            running: Unit whose backward begins; of several modules, it stays unsharded until that of all is over.
+        """
+        refs: Iterable[_UnitRef] = reversed(self.ended)
+        if running is not None and len(running.modules) > 1:
+            refs = dropwhile(lambda ref: ref is running.ref, refs)
+        return self._next(ref for ref in refs if (unit := ref()) is None or unit.settings.unshard_in_backward)
 
     def comes_next_in_backward(self, unit: Unit) -> bool:
         """True if the forward before the one whose backward runs was of ``unit`` too."""
