@@ -213,6 +213,35 @@ def test_operations_without_a_rule_are_named() -> None:
     assert "planning_test.twice.default take the time of the bytes" in planned(model).table()
 
 
+class Grouped(nn.Module):
+    """Attention whose keys and values have fewer heads, after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)[None]
+        query = self.query(x).unflatten(-1, (8, -1)).transpose(1, 2)
+        keys, values = self.keys(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, 1)
+        return nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+
+def test_fused_kernels() -> None:
+    """Attention with grouped keys is one kernel; an RMS norm is on accelerators, and saves its input and a number."""
+    with torch.device("meta"):
+        model = nn.Sequential(Grouped())
+    rows = 4096
+    fused, several = (
+        planned(model, rows=rows, ranks=1, cluster=cluster).step.peak.parts["activations"] for cluster in ("h100", "cpu")
+    )
+    # input and output of the norm, of the query, of keys and values, of attention and its statistics, in fp32
+    expected = 4 * rows * WIDTH * (1 + 1 + 0.5 + 1) + 4 * rows * (8 + 2)
+    assert fused == pytest.approx(expected, rel=0.02)
+    assert several > expected + 3.9 * rows * WIDTH
+
+
 def test_the_command(tmp_path: Path) -> None:
     """A table and files; exit code 1 if it does not fit, 2 for bad input."""
     file = tmp_path / "model.py"

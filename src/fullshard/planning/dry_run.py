@@ -29,7 +29,7 @@ from fullshard.memory import HostCommStream, simulated
 from fullshard.planning.caching import reserved_bytes
 from fullshard.planning.cluster import Cluster
 from fullshard.planning.ledger import Change, Ledger, Peak
-from fullshard.planning.operations import Costs, fused_attention, tensors_in
+from fullshard.planning.operations import Costs, fused_kernels, tensors_in
 from fullshard.planning.simulation.clocks import HostDevice, SkippingClock
 from fullshard.planning.simulation.network import Network
 from fullshard.planning.simulation.ranks import modelled_ranks
@@ -196,7 +196,7 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
         stack.enter_context(simulated(HostCommStream if on_host else partial(SimulatedLane, device)))  # type: ignore[arg-type]
         stack.enter_context(modelled_ranks(ranks, network, device=device))
         stack.enter_context(run.ledger.resizes())
-        stack.enter_context(fused_attention())
+        stack.enter_context(fused_kernels(on_cpu=on_host))
         stack.enter_context(run)
         stack.callback(setattr, PROGRESS, "traced", PROGRESS.traced)
         yield run

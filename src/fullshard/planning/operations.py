@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fullshard.planning.cluster import Cluster
 
-__all__ = ["Costs", "fused_attention", "tensors_in"]
+__all__ = ["Costs", "fused_kernels", "tensors_in"]
 
 _aten = torch.ops.aten
 # Operations that neither read nor write memory, beside views.
@@ -73,17 +73,32 @@ class Costs:
 
 
 @contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
-    """Have ``scaled_dot_product_attention`` on the meta device be one kernel, as on CPUs and GPUs; else it is several.
+def fused_kernels(*, on_cpu: bool) -> Iterator[None]:
+    """Have operations on the meta device be one kernel where they are on the planned device; else they are several.
 
-    Flash kernels and memory-efficient ones save the same tensors: inputs, output, and a number per query.
+    Attention: flash kernels and memory-efficient ones save the same tensors: inputs, output, and a number per query.
+    RMS norms on accelerators: as a layer norm without bias, which reads, writes and saves as much.
+
+    Args:
+        on_cpu: Whether the planned device is a CPU, whose RMS norms are several kernels.
     """
-    usual = F.scaled_dot_product_attention
+    usual, usual_norm = F.scaled_dot_product_attention, F.rms_norm
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return (_fused if query.is_meta else usual)(query, key, value, *args, **kwargs)
 
-    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+    def norm(
+        input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        one_kernel = input.is_meta and not on_cpu and (weight is None or weight.dtype is input.dtype)
+        if one_kernel:
+            return F.layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
+        return usual_norm(input, normalized_shape, weight, eps)
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
+        mock.patch.object(F, "rms_norm", norm),
+    ):
         yield
 
 
