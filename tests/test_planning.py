@@ -144,7 +144,12 @@ def test_clusters(tmp_path: Path) -> None:
         cluster.link(32) == Link(1e8, 1e-3) and cluster.link(4, stride=8).bandwidth == 1e8 / 8
     )  # one rank of each node
     h100 = PRESETS["h100"]
-    assert h100.link(16).bandwidth > h100.link(24).bandwidth > h100.link(32).bandwidth  # interpolated
+    assert h100.link(16).latency < h100.link(24).latency < h100.link(32).latency  # interpolated
+    assert h100.link(1024).latency == 2 * h100.link(512).latency
+    for nodes, speed in {1: 249.85e9, 8: 69.0e9, 64: 11.04e9}.items():  # as measured
+        link = h100.link(8 * nodes)
+        assert link.latency + 256e6 / link.bandwidth == pytest.approx(20e-6 + 256e6 / speed)
+    assert h100.link(8, stride=8).latency == h100.link(64).latency / 8  # a ring of one rank of each node
     assert cluster_of(h100) is h100
     for text, message in {
         "no = [": "does not describe a cluster",
@@ -234,7 +239,8 @@ def test_fused_kernels() -> None:
         model = nn.Sequential(Grouped())
     rows = 4096
     fused, several = (
-        planned(model, rows=rows, ranks=1, cluster=cluster).step.peak.parts["activations"] for cluster in ("h100", "cpu")
+        planned(model, rows=rows, ranks=1, cluster=cluster).step.peak.parts["activations"]
+        for cluster in ("h100", "cpu")
     )
     # input and output of the norm, of the query, of keys and values, of attention and its statistics, in fp32
     expected = 4 * rows * WIDTH * (1 + 1 + 0.5 + 1) + 4 * rows * (8 + 2)

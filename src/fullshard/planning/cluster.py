@@ -29,17 +29,21 @@ EFFICIENCY: Mapping[str, float] = {"matmul": 0.7, "attention": 0.5, "memory": 0.
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives cost among some ranks: ``latency * hops + bytes / bandwidth``.
+    """What collectives cost among some ranks: ``latency + bytes / bandwidth``.
 
     Attributes:
         bandwidth: Bytes per second that a rank receives in a large collective.
-        latency: Seconds per launch.
-        hop_latency: Seconds per further rank, or node, of a ring.
+        latency: Seconds of the smallest one.
+        hop_latency: Seconds more each time that the number of ranks doubles.
+        all_reduce_bandwidth: Of each of the two passes of an all-reduce; 0: as above.
+        all_reduce_latency: Of each of them.
     """
 
     bandwidth: float
     latency: float = 0.0
     hop_latency: float = 0.0
+    all_reduce_bandwidth: float = 0.0
+    all_reduce_latency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,17 +132,29 @@ class Cluster:
             )
         nodes = min(ranks, math.ceil(span / self.node))
         inside = max(1, min(ranks, self.node // stride))  # ranks of the group on a node share its network
-        found = _interpolated(self.outer, nodes)
-        return dataclasses.replace(found, bandwidth=found.bandwidth * inside / self.node)
+        found, share = _interpolated(self.outer, nodes), inside / self.node
+        return dataclasses.replace(
+            found,
+            bandwidth=found.bandwidth * share,
+            latency=found.latency * share,  # a ring of fewer ranks
+            all_reduce_bandwidth=found.all_reduce_bandwidth * share,
+        )
 
 
 def _interpolated(known: Mapping[int, Link], nodes: int) -> Link:
-    """Return the link for a number of nodes: between two that are known by a power of it; beyond them, the nearest."""
+    """Return the link for a number of nodes: between two that are known by a power of it.
+
+    With fewer than are known, that of the fewest; with more, latencies grow as the number does.
+    """
     sizes = sorted(known)
     above = next((size for size in sizes if size >= nodes), sizes[-1])
     below = max((size for size in sizes if size <= nodes), default=sizes[0])
+    if nodes > sizes[-1]:
+        most, beyond = known[sizes[-1]], nodes / sizes[-1]
+        later = {"latency": most.latency * beyond, "all_reduce_latency": most.all_reduce_latency * beyond}
+        return dataclasses.replace(most, **later)
     if above == below or not below <= nodes <= above:
-        return known[above if nodes >= above else below]
+        return known[below]
     share = math.log(nodes / below) / math.log(above / below)
     first, last = known[below], known[above]
     return Link(
@@ -149,25 +165,52 @@ def _interpolated(known: Mapping[int, Link], nodes: int) -> Link:
     )
 
 
-# Bytes per second of a node's eight ranks together, by nodes: all-gathers of 256 MB on AWS EFA, "network.csv".
-_EFA = {2: 184.61e9, 4: 118.97e9, 8: 69.0e9, 16: 54.97e9, 32: 27.97e9, 64: 11.04e9}
+# [Note: What is known of the network]
+# Bytes per second of all-gathers and of all-reduces of 256 MB among nodes of eight H100s on AWS EFA, by nodes, are
+# published in the "ultra-scale playbook" of Hugging Face. One size of message does not tell bandwidth from latency. But
+# what an all-gather takes beyond one in a node is 23 to 43 microseconds for each rank, from 16 ranks to 512: it grows
+# as the ring does, as latency would. Bandwidth would stay the same, or be halved again and again by nothing that is
+# known. So it is taken as latency, once for each collective, and bandwidth as that of a node.
+_MESSAGE = 256e6
+_GATHERED = {2: 184.61e9, 4: 118.97e9, 8: 69.0e9, 16: 54.97e9, 32: 27.97e9, 64: 11.04e9}
+_REDUCED = {1: 435.97e9, 2: 361.75e9, 4: 160.14e9, 8: 99.56e9, 16: 84.74e9, 32: 64.93e9, 64: 32.94e9}
+_LATENCY = 20e-6  # within a node
+
+
+def _outer(inner: Link) -> dict[int, Link]:
+    """The links between nodes: see [Note: What is known of the network]."""
+    return {
+        nodes: dataclasses.replace(
+            inner,
+            latency=_LATENCY + _MESSAGE / _GATHERED[nodes] - _MESSAGE / _H100.bandwidth,
+            all_reduce_latency=_LATENCY + _MESSAGE / _REDUCED[nodes] - _MESSAGE / _REDUCED[1],
+        )
+        for nodes in _GATHERED
+    }
+
+
+def _nvlink(share: float = 1.0) -> Link:
+    """Within a node, as measured on H100s, or a share of it."""
+    return Link(share * 249.85e9, _LATENCY, 0.0, share * _REDUCED[1], _LATENCY)
+
+
+_H100 = _nvlink()
 
 
 def _gpu(name: str, memory: float, flops: Mapping[str, float], bandwidth: float, inner: Link, source: str) -> Cluster:
-    outer = {nodes: Link(speed, 20e-6) for nodes, speed in _EFA.items()}
-    return Cluster(name, "accelerator", memory, flops, bandwidth, 8, inner, outer, source=source)
+    return Cluster(name, "accelerator", memory, flops, bandwidth, 8, inner, _outer(inner), source=source)
 
 
-_SHEETS = "data sheets of NVIDIA, dense; all-gathers of 256 MB in a node and over nodes as published for AWS EFA"
+_SHEETS = "data sheets of NVIDIA, dense; collectives of 256 MB in a node and over nodes as published for AWS EFA"
 PRESETS: Mapping[str, Cluster] = {
     "h100": _gpu("h100", 79.1 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 3.35e12,
-                 Link(249.85e9, 20e-6), _SHEETS),
+                 _H100, _SHEETS),
     "h200": _gpu("h200", 139.8 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 4.8e12,
-                 Link(249.85e9, 20e-6), _SHEETS),
+                 _H100, _SHEETS),
     "a100": _gpu("a100", 79.1 * GIB, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}, 2.04e12,
-                 Link(150e9, 20e-6), _SHEETS),
+                 _nvlink(2 / 3), _SHEETS),
     "b200": _gpu("b200", 178.4 * GIB, {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12}, 8e12,
-                 Link(450e9, 20e-6), _SHEETS),
+                 _nvlink(2), _SHEETS),
     "cpu": Cluster("cpu", "cpu", 8 * GIB, {"float32": 6e10, "bfloat16": 3e10}, 1e10, 64, Link(2e9, 1e-4),
                    backend="gloo", op_seconds=0.0, kernel_seconds=5e-6, source="two cores of an AMD EPYC"),
 }  # fmt: skip

@@ -67,6 +67,7 @@ class _ClusterNetwork(Network):
             like=self.like,
             fills=False,
             link="inner" if inside else "outer",
+            all_reduce=(link.all_reduce_bandwidth, link.all_reduce_latency) if link.all_reduce_bandwidth else None,
         )
 
 

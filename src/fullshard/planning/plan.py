@@ -156,6 +156,9 @@ def plan(
         planner.assumed(f"shards and optimizer state are kept in {dtype.removeprefix('torch.')}, as parameters are")
     if found.calibrated and found.calibrated != ranks:
         planner.assumed(f"{ranks} ranks compute as fast as {found.calibrated} did in the calibration")
+    most = max(found.outer, default=0)
+    if ranks > most * found.node > 0:
+        planner.assumed(f"beyond the {most} nodes whose network is known, latency grows as the number of nodes does")
     numel = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
         type(model).__name__,

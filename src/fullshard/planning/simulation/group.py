@@ -221,9 +221,10 @@ class ModelledGroup(dist.ProcessGroup):
             seconds = network.seconds(nbytes, self._size, passes)
             return self.fabric.send(ModelledLaunch(what, seconds, nbytes, fills, list(result)), self)
         launch = self._open
+        latency = network.seconds(0.0, self._size, passes)
         if not launch.what:
-            launch.seconds = passes * network.alpha(self._size)
-        launch.seconds += network.seconds(nbytes, self._size, 0)
+            launch.seconds = latency
+        launch.seconds += network.seconds(nbytes, self._size, passes) - latency
         launch.what, launch.nbytes = what, launch.nbytes + nbytes
         launch.fills += fills
         launch.result += result

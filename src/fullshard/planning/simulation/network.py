@@ -20,6 +20,7 @@ class Network:
             a library that asks. ``collective``: every collective is a launch of its own.
         fills: Whether what arrives is written, see [Note: Contents]. Off: regions stay as they are.
         link: Its name. Messages on different links do not wait for each other.
+        all_reduce: Bandwidth and latency of each pass of an all-reduce, if they are not those of other collectives.
     """
 
     bandwidth: float
@@ -28,6 +29,7 @@ class Network:
     like: Literal["nccl", "gloo", "collective"] = "nccl"
     fills: bool = True
     link: str = ""
+    all_reduce: tuple[float, float] | None = None
 
     def of(self, ranks: Sequence[int]) -> Network:
         """What communication among some ranks is like: the same."""
@@ -49,4 +51,9 @@ class Network:
             ranks: Of the group. A group of one rank sends nothing.
             passes: How often data goes round: an all-reduce is a reduce-scatter and a gather, 2.
         """
-        return passes * self.alpha(ranks) + nbytes / self.bandwidth if ranks > 1 else 0.0
+        if ranks == 1:
+            return 0.0
+        if passes == 2 and self.all_reduce is not None:
+            bandwidth, latency = self.all_reduce
+            return passes * latency + nbytes / bandwidth
+        return passes * self.alpha(ranks) + nbytes / self.bandwidth
