@@ -114,7 +114,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, cluster: Cluster, device: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cluster, self.costs, self._device = cluster, Costs(cluster), device
-        self.ledger = Ledger(self.mark, self._kind)
+        self.ledger = Ledger(self.mark, self._kind, self._stream)
         self.events, self.computation = [], 0.0
         self._operations: list[str] = []
         self._pending = self._issued = 0.0
@@ -164,6 +164,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif kind == "end" and self._operations:
             self._operations.pop()
         self.events.append((self.mark(), Event(*event)))
+
+    def _stream(self) -> int:
+        return self._device.current.number if isinstance(self._device, SimulatedDevice) else 0
 
     def _kind(self) -> tuple[str, tuple[str, str]]:
         where = PROGRESS.phase, PROGRESS.unit or ""
@@ -242,7 +245,10 @@ def dry_run(
         resting = sum(change.nbytes for change in run.ledger.changes[:first])
         return Step(
             ended - begun, run.costs.flops - flops, run.computation - computed, resting,
-            reserved_bytes([*sharded, *((each.storage, each.nbytes) for each in run.ledger.changes[built:])]),
+            reserved_bytes(
+                [*((number, nbytes, 0) for number, nbytes in sharded)]
+                + [(each.storage, each.nbytes, each.stream) for each in run.ledger.changes[built:]]
+            ),
             peak, changes, trace,
             sorted(run.costs.unknown),
         )  # fmt: skip
