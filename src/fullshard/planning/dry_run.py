@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.debug.tracing.recorder import Trace, own_groups
@@ -120,6 +121,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pending = self._issued = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it dispatches operations on what this rank has of it, which are seen
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
