@@ -1,7 +1,7 @@
-"""What plans predict beside what runs do: memory of CPU ranks, allocation by allocation.
+"""What plans predict beside what runs do: of CPU ranks, allocation by allocation, and of GPUs, as published.
 
 Every configuration is run with each allocation recorded, on two gloo ranks or as rank 0 of a fake group of 64, and
-planned; both are built by the same function.
+planned; both are built by the same function. Published runs are planned only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 
 from bench import report
 from bench.command_line import Options as SharedOptions
+from bench.command_line import option
 from bench.contestants import Contestant
 from bench.environment import REPOSITORY
 from bench.models import next_token_loss
+from bench.planned import published
 from bench.planned.cases import FAKE_RANKS, GLOO_RANKS, Case, memory_cases
 from bench.statistics import spread
 from bench.teams import Launch, Teams
@@ -30,12 +32,14 @@ from fullshard.planning.dry_run import Step, dry_run
 PAGE = REPOSITORY / "docs" / "performance" / "planned.md"
 TARGET, MOMENTS = 0.05, 38
 WORKER = "bench.planned.worker"
+RUNS, MEMORY, TIME = "runs", "memory", "time"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Forty configurations: some five minutes."""
+    """Forty configurations, some five minutes; published memory, some three; published time, some twenty."""
 
+    what: tuple[str, ...] = option((RUNS, MEMORY, TIME), choices=(RUNS, MEMORY, TIME))
     width: tuple[int, ...] = (512, 1024)
     document: Path = PAGE
 
@@ -99,8 +103,17 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
 
 
 def run(options: Options) -> None:
-    """Run and plan all configurations."""
+    """Run and plan all configurations, and plan those of published tables."""
     torch.set_num_threads(1)
-    cells = list(compare([case for case in memory_cases() if case.width in options.width]))
-    figures = {"settings": options.settings, "cells": cells}
-    report.publish(options, "planned", figures, paragraphs(figures))
+    if RUNS in options.what:
+        cells = list(compare([case for case in memory_cases() if case.width in options.width]))
+        figures = {"settings": options.settings, "cells": cells}
+        report.publish(options, "planned", figures, paragraphs(figures))
+    rows = published.published_rows()
+    for what, find, say in (
+        (MEMORY, published.memory_cells, published.memory_paragraphs),
+        (TIME, published.time_cells, published.time_paragraphs),
+    ):
+        if what in options.what:
+            cells = list(find(rows))
+            report.publish(options, f"planned_{what}", {"settings": options.settings, "cells": cells}, say(cells))
