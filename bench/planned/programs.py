@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import fullshard
 from bench.planned import llama, mpt
-from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.planning.cluster import Cluster
 from fullshard.planning.dry_run import Step, dry_run
 
@@ -38,6 +43,7 @@ class Program:
         reduce_in_half: Whether gradients are reduced in bf16; else in fp32.
         kept: Whether unsharded parameters are kept until backward.
         microbatches: Of a step.
+        peer: Whether torch's FSDP2 shards it, in place of fullshard.
     """
 
     model: str
@@ -51,6 +57,7 @@ class Program:
     reduce_in_half: bool = False
     kept: bool = False
     microbatches: int = 1
+    peer: bool = False
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The sharded model on the meta device, and AdamW with states in fp32."""
@@ -58,15 +65,17 @@ class Program:
             model = self._model()
         blocks = model.get_submodule("layers" if isinstance(model, llama.Llama) else "blocks")
         assert isinstance(blocks, nn.ModuleList)
+        library: Any = torch_fsdp if self.peer else fullshard
+        policy = library.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16 if self.reduce_in_half else torch.float32)
         options: dict[str, Any] = {
             "mesh": init_device_mesh("meta", (self.ranks,)),
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16 if self.reduce_in_half else torch.float32),
+            "mp_policy": policy,
         }
         for index, block in enumerate(blocks):
             blocks[index] = self._recomputed(block, index)
             last = isinstance(model, llama.Llama) and index == len(blocks) - 1  # torchtitan keeps the last block
-            fully_shard(blocks[index], **options, reshard_after_forward=not (self.kept or last))
-        fully_shard(model, **options)
+            library.fully_shard(blocks[index], **options, reshard_after_forward=not (self.kept or last))
+        library.fully_shard(model, **options)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def plan(self, cluster: Cluster, *, steps: int = 2, microbatches: int | None = None) -> Step:
@@ -80,14 +89,15 @@ class Program:
                 named[:] = [logits]
             return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-        return dry_run(
-            self.build,
-            loss,
-            cluster=cluster,
-            ranks=self.ranks,
-            microbatches=self.microbatches if microbatches is None else microbatches,
-            steps=steps,
-        )
+        with _fsdp2_on_meta() if self.peer else contextlib.nullcontext():
+            return dry_run(
+                self.build,
+                loss,
+                cluster=cluster,
+                ranks=self.ranks,
+                microbatches=self.microbatches if microbatches is None else microbatches,
+                steps=steps,
+            )
 
     def tokens_per_second(self, cluster: Cluster) -> float:
         """Tokens per second and rank. All microbatches but the first take the same time."""
@@ -109,6 +119,17 @@ class Program:
         if self.recompute == "op":
             return checkpoint_wrapper(block, context_fn=_every_second, preserve_rng_state=False)
         return checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+@contextlib.contextmanager
+def _fsdp2_on_meta() -> Iterator[None]:
+    """Have torch's FSDP2 run on the meta device, on the simulated streams that stand in for those of the CPU."""
+    with (
+        mock.patch.object(torch, "meta", torch.cpu, create=True),
+        mock.patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
+        mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params"),
+    ):
+        yield
 
 
 def _every_second() -> Any:

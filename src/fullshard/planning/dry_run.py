@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,10 +126,13 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # it dispatches operations on what this rank has of it, which are seen
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
-            if tensor.is_meta and not self.ledger.knows(tensor):
-                storage = tensor.untyped_storage()._cdata
-                if all(storage != other.untyped_storage()._cdata for other in tensors_in(args)):  # made before the run
+        if any(isinstance(each, FakeTensor) for each in tensors_in(result)):
+            return result  # DTensor asks for the shape of a whole
+        new = [tensor for tensor in tensors_in(result) if tensor.is_meta and not self.ledger.knows(tensor)]
+        if new:
+            given = {other.untyped_storage()._cdata for other in tensors_in(args)}  # made before the run
+            for tensor in new:
+                if tensor.untyped_storage()._cdata not in given and not self.ledger.knows(tensor):
                     self.ledger.see(tensor)
         seconds = self.costs.seconds(func, args, kwargs, result)
         if seconds:
