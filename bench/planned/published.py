@@ -126,9 +126,7 @@ def memory_cells(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "allocated": step.peak.nbytes / GIB,
             "peer": peer.reserved / GIB,
             "planned_fits": step.reserved <= cluster.memory,
-            "pair": [row.text["model"], row.text["compile"], row.text["precision"]]
-            if "12/2024" in row.source
-            else None,
+            "pair": f"{program.compiled}, {'float8' in row.name}" if "12/2024" in row.source else None,
         }
         print(f"memory of {row.name}: {step.reserved / GIB:.2f} GiB", flush=True)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +194,7 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
     network = _ClusterNetwork(1.0, like=cluster.backend, fills=False, cluster=cluster)
     run = DryRun(cluster, device)
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # every new group adds a prefix to it
         stack.enter_context(mock.patch.dict(os.environ, {"FULLSHARD_WATCHDOG_S": "0"}))
         if not on_host:
             stack.enter_context(simulated_streams(device))
