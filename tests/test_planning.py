@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench.simulators.silent import silent_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import fullshard
@@ -18,8 +19,11 @@ from fullshard import FullshardError
 from fullshard.cli import app
 from fullshard.planning.caching import MIB, CachingAllocator, reserved_bytes
 from fullshard.planning.cluster import PRESETS, Cluster, Link, cluster_of
+from fullshard.planning.dry_run import dry_run
 from fullshard.planning.ledger import Ledger
 from fullshard.planning.plan import Choices
+from fullshard.planning.simulation.clocks import SkippingClock
+from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 512
@@ -108,8 +112,11 @@ def test_caching_allocator() -> None:
     assert allocator.reserved == 20 * MIB
     allocator.allocate(12 * MIB)
     assert allocator.reserved == 32 * MIB
-    assert reserved_bytes([(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB)]) == 30 * MIB
-    assert reserved_bytes([(0, 30 * MIB), (1, 30 * MIB)]) == 60 * MIB
+    size = 30 * MIB
+    assert reserved_bytes([(0, size, 0), (0, -size, 0), (1, size, 0)]) == size
+    assert reserved_bytes([(0, size, 0), (1, size, 0)]) == 2 * size
+    assert reserved_bytes([(0, size, 0), (0, -size, 0), (1, size, 1)]) == 2 * size  # of another stream
+    assert reserved_bytes([(0, size, 1), (0, -size, 0), (1, size, 1)]) == size  # it goes back to where it is from
 
 
 def test_ledger() -> None:
@@ -128,6 +135,37 @@ def test_ledger() -> None:
     assert (peak.nbytes, peak.index, dict(peak.parts), peak.where) == (120, 1, {"kind": 120}, ("phase", "unit"))
     assert ledger.peak(2).nbytes == 120 and ledger.peak(3).nbytes == 80
     assert ledger.alive() == [(1, 80)]
+
+
+def test_streams_of_allocations() -> None:
+    """An allocation is of the current stream, and so is one of a communication stream that waits for an event."""
+    device = SimulatedDevice(SkippingClock(lambda: 0.0))
+    lane, seen = SimulatedLane(device), []
+
+    def note() -> None:
+        seen.append(device.current.number)
+
+    lane.issue(list, note, allocate=note)
+    lane.issue(list, note, allocate=note, after=device.current.record_event())
+    assert seen == [0, 1, 1, 1] and SimulatedLane(device)._stream.number == 2
+
+
+def test_operations_on_dtensors() -> None:
+    """They take what this rank has of them."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Choices().shard(net(), 8, "meta")
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        held[:] = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        return model(torch.empty(32, WIDTH, device="meta")).mean()
+
+    held: list[Any] = []
+    step = dry_run(build, loss, cluster=PRESETS["h100"], ranks=8)
+    whole = sum(parameter.nbytes for parameter in net().parameters())
+    assert all(isinstance(each, DTensor) for each in held)
+    assert step.resting == pytest.approx(2 * whole / 8, rel=0.01)
 
 
 def test_clusters(tmp_path: Path) -> None:

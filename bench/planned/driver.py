@@ -1,7 +1,7 @@
-"""What plans predict beside what runs do: memory of CPU ranks, and time on a modelled network.
+"""What plans predict beside what runs do: memory and time of CPU ranks, of modelled networks, and of published GPUs.
 
-``memory``: every configuration is run with each allocation recorded, on two gloo ranks or as rank 0 of a fake group of
-64, and planned; both are built by the same function. ``network``: ``modelled.py``.
+``runs``: every configuration is run with each allocation recorded, on two gloo ranks or as rank 0 of a fake group of
+64, and planned; both are built by the same function. The other parts have files of their own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bench.command_line import option
 from bench.contestants import Contestant
 from bench.environment import REPOSITORY
 from bench.models import next_token_loss
-from bench.planned import modelled
+from bench.planned import modelled, published, timed
 from bench.planned.cases import FAKE_RANKS, GLOO_RANKS, Case, memory_cases
 from bench.statistics import spread
 from bench.teams import Launch, Teams
@@ -32,14 +32,17 @@ from fullshard.planning.dry_run import Step, dry_run
 PAGE = REPOSITORY / "docs" / "performance" / "planned.md"
 TARGET, MOMENTS = 0.05, 38
 WORKER = "bench.planned.worker"
-MEMORY, NETWORK = "memory", "network"
+RUNS, TIMED, NETWORK, MEMORY, TIME = "runs", "timed", "network", "memory", "time"
+PARTS = (RUNS, TIMED, NETWORK, MEMORY, TIME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Forty configurations, some five minutes, and eighteen modelled networks, half a minute."""
+    """Forty configurations and twelve timed ones, some five minutes each; eighteen modelled networks, half a minute;
+    published memory, some five minutes; published time, some twenty.
+    """
 
-    what: tuple[str, ...] = option((MEMORY, NETWORK), choices=(MEMORY, NETWORK))
+    what: tuple[str, ...] = option(PARTS, choices=PARTS)
     width: tuple[int, ...] = (512, 1024)
     document: Path = PAGE
 
@@ -84,9 +87,8 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
     return [cell["case"], *sizes, f"{100 * (plan['peak'] / run['peak'] - 1):+.2f} %", *places]
 
 
-def paragraphs(result: Mapping[str, Any]) -> list[str]:
-    """What the page says."""
-    cells = result["cells"]
+def paragraphs(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the page says of memory."""
     ran = [cell for cell in cells if "error" not in cell["run"]]
     errors = [abs(cell["plan"]["peak"] / cell["run"]["peak"] - 1) for cell in ran]
     right = sum(list(cell["plan"]["place"]) == list(cell["run"]["place"]) for cell in ran)
@@ -103,19 +105,18 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
 
 
 def run(options: Options) -> None:
-    """Run and plan all configurations."""
+    """Run and plan all configurations, and plan those of published tables."""
     torch.set_num_threads(1)
-    if MEMORY in options.what:
-        cells = list(compare([case for case in memory_cases() if case.width in options.width]))
-        figures = {"settings": options.settings, "cells": cells}
-        report.publish(options, "planned", figures, paragraphs(figures))
-    if NETWORK in options.what:
-        cells = list(modelled.compare(modelled.modelled_cells()))
-        report.publish(
-            options,
-            "planned",
-            {"settings": options.settings, "cells": cells},
-            modelled.paragraphs(cells),
-            parts=(NETWORK,),
-            marker="planned:network",
-        )
+    rows = published.published_rows()
+    parts: dict[str, tuple[Callable[[], Iterable[dict[str, Any]]], Callable[[list[dict[str, Any]]], list[str]]]] = {
+        RUNS: (lambda: compare([case for case in memory_cases() if case.width in options.width]), paragraphs),
+        TIMED: (timed.compare_times, timed.paragraphs),
+        NETWORK: (lambda: modelled.compare(modelled.modelled_cells()), modelled.paragraphs),
+        MEMORY: (lambda: published.memory_cells(rows), published.memory_paragraphs),
+        TIME: (lambda: published.time_cells(rows), published.time_paragraphs),
+    }
+    for what in options.what:
+        measure, say = parts[what]
+        cells = list(measure())
+        name = "planned" if what == RUNS else f"planned_{what}"
+        report.publish(options, name, {"settings": options.settings, "cells": cells}, say(cells))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class _Chunk:
     """A part of a segment, between its neighbors."""
 
     nbytes: int
-    small: bool
+    pool: tuple[int, bool]  # number of a stream, and whether it is for small requests
     free: bool = False
     before: _Chunk | None = None
     after: _Chunk | None = None
@@ -30,38 +31,33 @@ class CachingAllocator:
 
     A request is rounded up to 512 bytes and gets the smallest free block that is large enough, which is split if
     enough is left. If there is none, a segment is reserved: 2 MiB for requests up to 1 MiB, 20 MiB for those below 10
-    MiB, else what is needed, in units of 2 MiB. Free neighbors are joined.
+    MiB, else what is needed, in units of 2 MiB. Free neighbors are joined. Each stream has blocks of its own: what was
+    freed by one is not reused by another.
     """
 
     reserved: int
-    _free: dict[bool, list[tuple[int, int, _Chunk]]]  # by pool, in the order of sizes
+    _free: dict[tuple[int, bool], list[tuple[int, int, _Chunk]]]  # by pool, in the order of sizes
     _made: int
 
     def __init__(self) -> None:
-        self.reserved, self._free, self._made = 0, {True: [], False: []}, 0
+        self.reserved, self._free, self._made = 0, defaultdict(list), 0
 
-    def allocate(self, nbytes: int) -> _Chunk:
-        """Return a block of so many bytes."""
+    def allocate(self, nbytes: int, stream: int = 0) -> _Chunk:
+        """Return a block of so many bytes from the pool of a stream, which it goes back to."""
         size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
         small = size <= _SMALL
-        pool = self._free[small]
+        pool = self._free[stream, small]
         place = bisect.bisect_left(pool, (size, -1))
         if place < len(pool):
             chunk = pool.pop(place)[2]
         else:
-            segment = (
-                _SMALL_SEGMENT
-                if small
-                else _LARGE_SEGMENT
-                if size < _LEAST_OWN_SEGMENT
-                else -(-size // (2 * MIB)) * 2 * MIB
-            )
+            segment = _segment(size)
             self.reserved += segment
-            chunk = _Chunk(segment, small)
+            chunk = _Chunk(segment, (stream, small))
         chunk.free = False
         left = chunk.nbytes - size
         if left >= _ROUND if small else left > _SMALL:
-            rest = _Chunk(left, small, before=chunk, after=chunk.after)
+            rest = _Chunk(left, chunk.pool, before=chunk, after=chunk.after)
             if chunk.after is not None:
                 chunk.after.before = rest
             chunk.after, chunk.nbytes = rest, size
@@ -72,7 +68,7 @@ class CachingAllocator:
         """Take a block back."""
         for other in (chunk.before, chunk.after):
             if other is not None and other.free:
-                pool = self._free[chunk.small]
+                pool = self._free[chunk.pool]
                 pool.pop(next(at for at, each in enumerate(pool) if each[2] is other))
                 chunk.nbytes += other.nbytes
                 if other is chunk.before:
@@ -88,7 +84,7 @@ class CachingAllocator:
     def _put(self, chunk: _Chunk) -> None:
         chunk.free = True
         self._made += 1
-        bisect.insort(self._free[chunk.small], (chunk.nbytes, self._made, chunk))
+        bisect.insort(self._free[chunk.pool], (chunk.nbytes, self._made, chunk))
 
 
 def _segment(size: int) -> int:
@@ -98,19 +94,19 @@ def _segment(size: int) -> int:
     return _LARGE_SEGMENT if size < _LEAST_OWN_SEGMENT else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
 
 
-def reserved_bytes(changes: Iterable[tuple[int, int]]) -> int:
+def reserved_bytes(changes: Iterable[tuple[int, int, int]]) -> int:
     """Return what is reserved in the end.
 
     Args:
-        changes: Number of a storage, and bytes that it takes (positive) or gives back.
+        changes: Number of a storage, bytes that it takes (positive) or gives back, and number of the stream.
     """
     allocator = CachingAllocator()
     held: dict[int, tuple[_Chunk, int]] = {}
-    for storage, nbytes in changes:
+    for storage, nbytes, stream in changes:
         if storage in held:
             chunk, before = held.pop(storage)
             allocator.free(chunk)
             nbytes += before
         if nbytes > 0:
-            held[storage] = allocator.allocate(nbytes), nbytes
+            held[storage] = allocator.allocate(nbytes, stream), nbytes
     return allocator.reserved

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.debug.tracing.recorder import Trace, own_groups
@@ -119,19 +122,24 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, cluster: Cluster, device: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cluster, self.costs, self._device = cluster, Costs(cluster), device
-        self.ledger = Ledger(self.mark, self._kind)
+        self.ledger = Ledger(self.mark, self._kind, self._stream)
         self.events, self.computation = [], 0.0
-        self._stream = getattr(device, "current", None)
+        self._main = getattr(device, "current", None)
         self._operations: list[str] = []
         self._pending = self._issued = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it dispatches operations on what this rank has of it, which are seen
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
-            if tensor.is_meta and not self.ledger.knows(tensor):
-                storage = tensor.untyped_storage()._cdata
-                if all(storage != other.untyped_storage()._cdata for other in tensors_in(args)):  # made before the run
+        if any(isinstance(each, FakeTensor) for each in tensors_in(result)):
+            return result  # DTensor asks for the shape of a whole
+        new = [tensor for tensor in tensors_in(result) if tensor.is_meta and not self.ledger.knows(tensor)]
+        if new:
+            given = {other.untyped_storage()._cdata for other in tensors_in(args)}  # made before the run
+            for tensor in new:
+                if tensor.untyped_storage()._cdata not in given and not self.ledger.knows(tensor):
                     self.ledger.see(tensor)
         seconds = self.costs.seconds(func, args, kwargs, result)
         if seconds:
@@ -146,7 +154,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._pending:
             seconds, self._pending = max(self._pending, self._issued), 0.0
             self._issued = 0.0
-            if getattr(self._device, "current", None) is self._stream:
+            if getattr(self._device, "current", None) is self._main:
                 self.computation += seconds
             self._device.compute(seconds)
 
@@ -173,6 +181,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operations.pop()
         self.events.append((self.mark(), Event(*event)))
 
+    def _stream(self) -> int:
+        return self._device.current.number if isinstance(self._device, SimulatedDevice) else 0
+
     def _kind(self) -> tuple[str, tuple[str, str]]:
         where = PROGRESS.phase, PROGRESS.unit or ""
         if self._operations and self._operations[-1] in _COMMUNICATION:
@@ -191,6 +202,7 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
     network = _ClusterNetwork(1.0, like=cluster.backend, fills=False, cluster=cluster)
     run = DryRun(cluster, device)
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # every new group adds a prefix to it
         stack.enter_context(mock.patch.dict(os.environ, {"FULLSHARD_WATCHDOG_S": "0"}))
         if not on_host:
             stack.enter_context(simulated_streams(device))
@@ -233,7 +245,9 @@ def dry_run(
     with _on(cluster, ranks) as run:
         model, optimizer = build()
         gc.collect()
-        sharded = run.ledger.alive()  # a model is not unsharded on the device if it is built on the meta device
+        sharded = [
+            (number, nbytes, 0) for number, nbytes in run.ledger.alive()
+        ]  # a model is not unsharded on the device if it is built on the meta device
         built = len(run.ledger.changes)
         for _ in range(steps):
             run.flush()
@@ -254,7 +268,7 @@ def dry_run(
         return Step(
             seconds, run.costs.flops - flops, run.computation - computed,
             sum(change.nbytes for change in ledger.changes[:first]),
-            reserved_bytes([*sharded, *((each.storage, each.nbytes) for each in ledger.changes[built:])]),
+            reserved_bytes([*sharded, *((each.storage, each.nbytes, each.stream) for each in ledger.changes[built:])]),
             ledger.peak(first), begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
         )  # fmt: skip
 

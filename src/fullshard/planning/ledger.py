@@ -34,6 +34,7 @@ class Change(NamedTuple):
         storage: Number of the storage, in the order in which they were made.
         kind: What it is for, such as ``"activations"``.
         where: Phase, and FQN of the unit.
+        stream: Number of the current stream, from whose pool a caching allocator takes memory.
     """
 
     moment: Any
@@ -41,6 +42,7 @@ class Change(NamedTuple):
     storage: int
     kind: str
     where: tuple[str, str]
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Ledger:
     Attributes:
         mark: Returns a mark of the present moment.
         kind_of: Returns what an allocation now is for, and where it is.
+        stream: Returns the number of the current stream.
         changes: All of them.
     """
 
     mark: Callable[[], Any]
     kind_of: Callable[[], tuple[str, tuple[str, str]]]
+    stream: Callable[[], int] = lambda: 0
     changes: list[Change] = field(default_factory=list)
     _known: dict[int, tuple[int, int, str]] = field(default_factory=dict)  # number, bytes and kind, by address
     _made: int = 0
@@ -93,7 +97,7 @@ class Ledger:
         number, before, own = self._known[address]
         _, where = self.kind_of()
         if nbytes != before:
-            self.changes.append(Change(self.mark(), nbytes - before, number, kind or own, where))
+            self.changes.append(Change(self.mark(), nbytes - before, number, kind or own, where, self.stream()))
         if ended:
             del self._known[address]
         else:

@@ -80,9 +80,10 @@ class SimulatedStream:
 
     device: SimulatedDevice
     after: tuple[Kernel, ...]
+    number: int  # 0: the one on which the program begins
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.after = device, ()
+    def __init__(self, device: SimulatedDevice, number: int = 0) -> None:
+        self.device, self.after, self.number = device, (), number
 
     def wait_for(self, kernels: tuple[Kernel, ...]) -> None:
         """Kernels enqueued from now on start after these."""
@@ -124,16 +125,18 @@ class SimulatedDevice:
     current: SimulatedStream
     _kernels: list[Kernel]  # whose end is not known, in the order of the host
     _last: dict[int, Kernel]  # message of each communicator
+    _streams: int  # made so far
     _link_free: dict[str, float]  # when the last message that was played on each link is through
 
     def __init__(self, clock: SkippingClock | None = None) -> None:
         self.clock = clock if clock is not None else SkippingClock()
         self._kernels, self._last, self._link_free = [], {}, {}
-        self.current = SimulatedStream(self)
+        self.current, self._streams = SimulatedStream(self), 1
 
     def stream(self) -> SimulatedStream:
         """A new one."""
-        return SimulatedStream(self)
+        self._streams += 1
+        return SimulatedStream(self, self._streams - 1)
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
         """Enqueue a message on the current stream's behalf; the stream goes on."""
@@ -261,11 +264,13 @@ class SimulatedLane:
         after: Any = None,
     ) -> _Ticket:
         """See ``fullshard.memory.DeviceCommStream.issue``."""
-        if allocate is not None:
+        if allocate is not None and after is None:
             allocate()
         self._stream.wait_event(after if after is not None else self._device.current.record_event())
         before = PROGRESS.launched
         with self._device.on(self._stream):
+            if allocate is not None and after is not None:
+                allocate()  # from this stream's own pool
             for work in launch():
                 work.wait()
             launched = PROGRESS.arrived(before)
