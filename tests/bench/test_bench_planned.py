@@ -96,8 +96,10 @@ def test_published_pages() -> None:
     assert "(missed)" in page  # the difference
     time = [
         {"row": f"r{at}", "source": "s", "gpu": "H100", "share": 0.5, "fitted": at == 0, "published": 100.0,
-         "planned": planned, "near": planned, "slope": ["m", gpus]}
+         "planned": planned, "infiniband": planned, "slope": ["m", gpus]}
         for at, (planned, gpus) in enumerate(((100.0, 128), (90.0, 512)))
     ]  # fmt: skip
     page = "\n".join(published.time_paragraphs(time))
-    assert "| s, H100 | 0.500 | 1 | 10.0 % | 10.0 % |" in page and "| m | 1.000 | 0.900 | 0.900 |" in page
+    assert (
+        "| s, H100 | 0.500 | 1 | 10.0 %, 10.0 % | 10.0 %, 10.0 % |" in page and "| m | 1.000 | 0.900 | 0.900 |" in page
+    )

@@ -189,6 +189,25 @@ def _outer(inner: Link) -> dict[int, Link]:
     }
 
 
+# Of InfiniBand no such table is known. NCCL itself reckons with these seconds, when it chooses algorithms: at the start
+# of a collective, for each hop of a ring between nodes, and for each hop within one.
+_START, _HOP, _INNER_HOP = 8.4e-6, 14e-6, 3.4e-6
+
+
+def infiniband(cluster: Cluster) -> Cluster:
+    """Return a cluster with InfiniBand between its nodes: NCCL's own figures of latency, and a node's bandwidth.
+
+    Args:
+        cluster: With nodes of eight ranks.
+    """
+    outer = {}
+    for nodes in _GATHERED:
+        latency = _START + (nodes - 1) * _HOP + nodes * (cluster.node - 1) * _INNER_HOP
+        outer[nodes] = dataclasses.replace(cluster.inner, latency=latency, all_reduce_latency=latency)
+    source = f"{_SHEETS.partition(';')[0]}; latencies between nodes as NCCL reckons for InfiniBand"
+    return dataclasses.replace(cluster, name=f"{cluster.name}-infiniband", outer=outer, source=source)
+
+
 def _nvlink(share: float = 1.0) -> Link:
     """Within a node, as measured on H100s, or a share of it."""
     return Link(share * 249.85e9, _LATENCY, 0.0, share * _REDUCED[1], _LATENCY)
@@ -202,7 +221,7 @@ def _gpu(name: str, memory: float, flops: Mapping[str, float], bandwidth: float,
 
 
 _SHEETS = "data sheets of NVIDIA, dense; collectives of 256 MB in a node and over nodes as published for AWS EFA"
-PRESETS: Mapping[str, Cluster] = {
+_GPUS: Mapping[str, Cluster] = {
     "h100": _gpu("h100", 79.1 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 3.35e12,
                  _H100, _SHEETS),
     "h200": _gpu("h200", 139.8 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 4.8e12,
@@ -211,6 +230,10 @@ PRESETS: Mapping[str, Cluster] = {
                  _nvlink(2 / 3), _SHEETS),
     "b200": _gpu("b200", 178.4 * GIB, {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12}, 8e12,
                  _nvlink(2), _SHEETS),
+}  # fmt: skip
+PRESETS: Mapping[str, Cluster] = {
+    **_GPUS,
+    **{f"{name}-infiniband": infiniband(cluster) for name, cluster in _GPUS.items()},
     "cpu": Cluster("cpu", "cpu", 8 * GIB, {"float32": 6e10, "bfloat16": 3e10}, 1e10, 64, Link(2e9, 1e-4),
                    backend="gloo", op_seconds=0.0, kernel_seconds=5e-6, source="two cores of an AMD EPYC"),
 }  # fmt: skip

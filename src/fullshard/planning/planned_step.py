@@ -76,7 +76,11 @@ class PlannedStep:
         if not tokens:
             return None
         return nearest(
-            self.parameters, self.ranks, tokens, self.cluster.name, float(self.choices.checkpoint_activations)
+            self.parameters,
+            self.ranks,
+            tokens,
+            self.cluster.name.partition("-")[0],
+            float(self.choices.checkpoint_activations),
         )
 
     @property
