@@ -287,9 +287,9 @@ def time_paragraphs(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             ["512 over 128 GPUs", "published", "plan", "plan, InfiniBand"],
             [[model, *(f"{each:.3f}" for each in figures)] for model, *figures in slopes],
         ),
-        f"Target: within {SLOPE}{'' if met else ' (missed)'}. Small models show the latency of EFA, which the published "
-        "runs cannot have had; with InfiniBand nothing is lost, where the published ones lose 4 to 10 %: ranks that "
-        "wait for the slowest of many are not in the plan.",
+        f"Target: within {SLOPE}{'' if met else ' (missed)'}. Small models show the latency of EFA, which the "
+        "published runs cannot have had; with InfiniBand nothing is lost, where the published ones lose 4 to 10 %: "
+        "ranks that wait for the slowest of many are not in the plan.",
         report.markdown_table(["run", "source", "published", "plan", "error", "plan, InfiniBand", "error"], rows),
     ]
 

@@ -208,19 +208,28 @@ def _attention(meter: _Meter, rows: int) -> float:
 
 
 def _streaming(meter: _Meter, rows: int) -> dict[str, float]:
-    """Bytes per second of arithmetic by element; and the share of it that functions reach."""
-    x = torch.randn(rows, 4 * rows, device=meter.device, requires_grad=True)
-    y = torch.randn(rows, 4 * rows, device=meter.device)
+    """Bytes per second of arithmetic by element; and the share of it that functions reach.
 
-    def adds() -> Tensor:
-        with torch.no_grad():
-            return (x + y).mul_(0.5)
+    Arithmetic by element is that of optimizers, sums of gradients and copies of shards, each tensor once in a step: so
+    it is measured on more tensors than caches hold. Functions are of activations, which have just been written.
+    """
+    many = [torch.randn(rows, 4 * rows, device=meter.device) for _ in range(32)]
+    x, y = many[0].clone().requires_grad_(), many[1].clone()
+
+    def steps() -> None:
+        for at in range(0, len(many), 4):
+            parameter, gradient, first, second = many[at : at + 4]
+            first.mul_(0.9).add_(gradient, alpha=0.1)
+            second.mul_(0.9).addcmul_(gradient, gradient, value=0.1)
+            parameter.addcdiv_(first, second.abs().add_(1.0), value=-1e-3)
 
     def functions() -> None:
         narrow = x.view(-1, rows)
-        F.layer_norm(F.gelu(narrow), (rows,)).softmax(-1).backward(y.view(-1, rows))  # type: ignore[no-untyped-call]
+        result = F.layer_norm(F.gelu(narrow), (rows,)).softmax(-1)
+        result.backward(y.view(-1, rows))  # type: ignore[no-untyped-call]
 
-    plain = (3 + 2) * x.nbytes / meter.seconds(adds)
+    # Read and written, as plans count it: what is changed in place counts twice.
+    plain = len(many) / 4 * (2 + 3 + 2 + 4 + 2 + 2 + 4) * x.nbytes / meter.seconds(steps)
     # gelu 2 and 3, norm 2 and 3, softmax 2 and 3 times the bytes of x: forward and backward; and x.grad is added to.
     return {"bandwidth": plain, "function": (3 * 5 + 3) * x.nbytes / meter.seconds(functions) / plain}
 
