@@ -24,13 +24,12 @@ from bench.command_line import Options as SharedOptions
 from bench.environment import REPOSITORY
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
-from fullshard.planning.cluster import PRESETS, Cluster, Link
+from fullshard.planning.cluster import MEASURED_BYTES, PRESETS, Cluster, Link
 from fullshard.planning.dry_run import Step, dry_run
 
 PAGE = REPOSITORY / "docs" / "how_to" / "units.md"
 GIB = 2**30
-RANKS = (8, 64, 512)  # 64 nodes are the most of which the network's figures are known
-MANY = RANKS[1:]
+MANY = (64, 512)  # 64 nodes are the most of which the network's figures are known
 TOKEN_FACTORS = (1, 2, 4)
 NODE = PRESETS["h100"].node
 
@@ -200,40 +199,38 @@ CHOICES: Mapping[str, Units] = {
 
 # ---------------------------------------------------------------- machines
 
-# Bytes per second of all-reduces of 256 MB among all ranks, by nodes: from the measurements that the preset has its
-# all-gathers of. The plan of an all-reduce is two passes of a ring at a link's bandwidth, which these are at.
-_ALL_REDUCES = {2: 361.75e9, 4: 160.14e9, 8: 99.56e9, 16: 84.74e9, 32: 64.93e9, 64: 32.94e9}
-_MEASURED_BYTES = 256e6
-AS_BANDWIDTH, AS_LATENCY, FAST = "bandwidth", "latency", "none"
+EFA, INFINIBAND, AS_BANDWIDTH = "EFA", "InfiniBand", "bandwidth"
 READINGS: Mapping[str, str] = {
-    AS_BANDWIDTH: "measured; more nodes lower the bandwidth",
-    AS_LATENCY: "measured; more nodes add latency",
-    FAST: "as fast as within a node",
+    EFA: "EFA: more nodes add latency",
+    AS_BANDWIDTH: "EFA, read as bandwidth: more nodes lower it",
+    INFINIBAND: "InfiniBand, by NCCL's figures",
 }
+COLUMNS = ((8, EFA), (64, EFA), (512, EFA), (512, INFINIBAND))
 
 
-def cluster_of(units: Units, reading: str = AS_BANDWIDTH) -> Cluster:
-    """H100s whose network between nodes is as measured, by one of ``READINGS``.
+def cluster_of(reading: str = EFA) -> Cluster:
+    """H100s with one of the networks of ``READINGS``.
 
     Args:
-        units: Of hybrid ones, all-reduces alone cross nodes.
-        reading: Measured are messages of one size. So it is open what smaller and larger ones take: in proportion to
-            their bytes, or what is beyond the time within a node once per message.
+        reading: Of EFA, messages of one size were measured. The preset takes what they take beyond those in a node as
+            latency, once for each message; ``AS_BANDWIDTH`` in proportion to their bytes.
     """
+    if reading == INFINIBAND:
+        return PRESETS["h100-infiniband"]
     base = PRESETS["h100"]
-    outer = dict(base.outer)
-    if units.hybrid:
-        outer = {nodes: dataclasses.replace(outer[nodes], bandwidth=speed) for nodes, speed in _ALL_REDUCES.items()}
-    if reading == AS_LATENCY:
-        outer = {nodes: _as_latency(link, base.inner) for nodes, link in outer.items()}
-    elif reading == FAST:
-        outer = dict.fromkeys(outer, base.inner)
-    return dataclasses.replace(base, outer=outer)
+    if reading == EFA:
+        return base
+    return dataclasses.replace(base, outer={nodes: _as_bandwidth(link, base) for nodes, link in base.outer.items()})
 
 
-def _as_latency(link: Link, inner: Link) -> Link:
-    beyond = max(0.0, _MEASURED_BYTES / link.bandwidth - _MEASURED_BYTES / inner.bandwidth)
-    return dataclasses.replace(inner, latency=link.latency + beyond)
+def _as_bandwidth(link: Link, base: Cluster) -> Link:
+    inner, size = base.inner, MEASURED_BYTES
+    beyond, reduced = link.latency - inner.latency, link.all_reduce_latency - inner.all_reduce_latency
+    return dataclasses.replace(
+        inner,
+        bandwidth=size / (size / inner.bandwidth + beyond),
+        all_reduce_bandwidth=size / (size / inner.all_reduce_bandwidth + reduced),
+    )
 
 
 # ---------------------------------------------------------------- plans
@@ -245,7 +242,7 @@ class Case(NamedTuple):
     model: DecoderShape
     choice: str
     ranks: int
-    reading: str = AS_BANDWIDTH
+    reading: str = EFA
     tokens: int = 1
 
 
@@ -281,12 +278,18 @@ def outcome(case: Case) -> Outcome:
     def loss(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
 
-    return Outcome.of(dry_run(build, loss, cluster=cluster_of(units, case.reading), ranks=case.ranks))
+    return Outcome.of(dry_run(build, loss, cluster=cluster_of(case.reading), ranks=case.ranks))
 
 
 def cases(models: Sequence[DecoderShape]) -> list[Case]:
     """All that the page shows."""
-    base = [Case(m, name, ranks) for m in models for name in CHOICES for ranks in RANKS if CHOICES[name].applies(ranks)]
+    base = [
+        Case(model, name, ranks, reading)
+        for model in models
+        for name in CHOICES
+        for ranks, reading in COLUMNS
+        if CHOICES[name].applies(ranks)
+    ]
     several = partial(_several, models)
     more = [Case(m, name, n, tokens=k) for m, n in several() for name in (RECOMMENDED, HYBRID) for k in TOKEN_FACTORS]
     names = (RECOMMENDED, *COMPARED)
@@ -319,16 +322,21 @@ COMPARED = (BY_FOUR, WITHIN, HYBRID)
 
 def row(found: Outcomes, model: DecoderShape, name: str) -> list[str]:
     """Step time, exposed time and peak memory of a choice, per number of ranks."""
-    by_ranks = [found.get(Case(model, name, ranks)) for ranks in RANKS]
-    times = ["-" if o is None else f"{1e3 * o.seconds:,.0f} ({1e3 * o.exposed:,.0f})" for o in by_ranks]
-    peaks = " / ".join("-" if o is None else f"{o.peak / GIB:.1f}" for o in by_ranks)
+    own = {column: found.get(Case(model, name, *column)) for column in COLUMNS}
+    times = ["-" if o is None else f"{1e3 * o.seconds:,.0f} ({1e3 * o.exposed:,.0f})" for o in own.values()]
+    peaks = " / ".join("-" if o is None else f"{o.peak / GIB:.1f}" for (_, reading), o in own.items() if reading == EFA)
     cells = [name, *times, peaks]
     return [f"**{cell}**" for cell in cells] if name == RECOMMENDED else cells
 
 
+def title_of(ranks: int, reading: str) -> str:
+    """Of a column."""
+    return f"{ranks:,} GPUs" + f", {reading}" * (ranks > NODE)
+
+
 def table(found: Outcomes, model: DecoderShape) -> str:
     """A row per choice."""
-    header = ["units", *(f"{ranks:,} GPUs" for ranks in RANKS), "peak, GiB"]
+    header = ["units", *(title_of(*column) for column in COLUMNS), "peak, GiB"]
     return report.markdown_table(header, [row(found, model, name) for name in CHOICES])
 
 
@@ -371,10 +379,10 @@ def panels(found: Outcomes, models: Sequence[DecoderShape]) -> list[report.Bars]
     """Per model: the share of the step that is exposed communication per number of ranks, and peak memory."""
     bars = []
     for model in models:
-        for ranks in RANKS:
-            some = {name: found[case] for name in CHOICES if (case := Case(model, name, ranks)) in found}
+        for column in COLUMNS:
+            some = {name: found[case] for name in CHOICES if (case := Case(model, name, *column)) in found}
             exposed = {name: 100 * each.exposed / each.seconds for name, each in some.items()}
-            bars.append(report.Bars(f"{model.title}, {ranks:,} GPUs: exposed, %", exposed, None, RECOMMENDED))
+            bars.append(report.Bars(f"{model.title}, {title_of(*column)}: exposed, %", exposed, None, RECOMMENDED))
         peaks = {name: found[Case(model, name, MANY[0])].peak / GIB for name in CHOICES}
         bars.append(report.Bars(f"{model.title}, {MANY[0]} GPUs: peak, GiB", peaks, None, RECOMMENDED))
     return bars
@@ -397,4 +405,4 @@ def run(options: Options) -> None:
         title = (
             f"Planned, not measured: H100s, {tokens}. Exposed: share of the step in which communication is waited for"
         )
-        report.plot(options.document.with_name("units.png"), title, panels(found, MODELS), columns=len(RANKS) + 1)
+        report.plot(options.document.with_name("units.png"), title, panels(found, MODELS), columns=len(COLUMNS) + 1)

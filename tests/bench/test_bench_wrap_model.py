@@ -9,14 +9,14 @@ import pytest
 import torch
 from bench.wrap_model import (
     AS_BANDWIDTH,
-    AS_LATENCY,
     CHOICES,
-    FAST,
+    COLUMNS,
+    EFA,
     GPT,
     HYBRID,
+    INFINIBAND,
     PAGE,
     PLAIN,
-    RANKS,
     RECOMMENDED,
     WITHIN,
 )
@@ -55,22 +55,27 @@ def test_units_of_the_choices() -> None:
 
 
 def test_networks_of_the_readings() -> None:
-    """A message of the measured size takes the measured time, whatever it is read as; HSDP has that of all-reduces."""
-    plain, hybrid = CHOICES[RECOMMENDED], CHOICES[HYBRID]
-    for units, speed in ((plain, 11.04e9), (hybrid, 32.94e9)):
-        for reading in (AS_BANDWIDTH, AS_LATENCY):
-            link = wrap_model.cluster_of(units, reading).outer[64]
-            seconds = link.latency + 256e6 / link.bandwidth
-            assert seconds == pytest.approx(PRESETS["h100"].inner.latency + 256e6 / speed, rel=0.01)
-        assert wrap_model.cluster_of(units, FAST).outer[64] == PRESETS["h100"].inner
-    assert wrap_model.cluster_of(plain) == PRESETS["h100"]
-    assert not hybrid.applies(8) and hybrid.applies(64) and not CHOICES[WITHIN].applies(8) and plain.applies(8)
+    """A message of the measured size takes the measured time, whatever it is read as; so do all-reduces."""
+    for reading in (EFA, AS_BANDWIDTH):
+        link = wrap_model.cluster_of(reading).outer[64]
+        assert link.latency + 256e6 / link.bandwidth == pytest.approx(20e-6 + 256e6 / 11.04e9, rel=0.01)
+        reduced = link.all_reduce_latency + 256e6 / link.all_reduce_bandwidth
+        assert reduced == pytest.approx(20e-6 + 256e6 / 32.94e9, rel=0.01)
+    assert wrap_model.cluster_of() == PRESETS["h100"] and "NCCL" in wrap_model.cluster_of(INFINIBAND).source
+    hybrid = CHOICES[HYBRID]
+    assert not hybrid.applies(8) and hybrid.applies(64) and not CHOICES[WITHIN].applies(8)
+    assert CHOICES[RECOMMENDED].applies(8)
 
 
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All tables and a plot; one copy per node takes more memory, and kept units save all-gathers."""
     few = {name: CHOICES[name] for name in (PLAIN, RECOMMENDED, *wrap_model.COMPARED)}
-    changed = {"MODELS": (dataclasses.replace(SMALL, blocks=2),), "RANKS": (8, 64), "MANY": (64,), "CHOICES": few}
+    changed = {
+        "MODELS": (dataclasses.replace(SMALL, blocks=2),),
+        "COLUMNS": ((8, EFA), (64, EFA)),
+        "MANY": (64,),
+        "CHOICES": few,
+    }
     for name, value in {**changed, "TOKEN_FACTORS": (1, 2)}.items():
         monkeypatch.setattr(wrap_model, name, value)
     page = tmp_path / "page.md"
@@ -83,8 +88,10 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_page_is_up_to_date() -> None:
     """The recommended row, planned anew; and the step gets longer with nodes on the measured network."""
-    found = {case: wrap_model.outcome(case) for ranks in RANKS for case in [wrap_model.Case(GPT, RECOMMENDED, ranks)]}
+    found = {
+        case: wrap_model.outcome(case) for column in COLUMNS for case in [wrap_model.Case(GPT, RECOMMENDED, *column)]
+    }
     row = "| " + " | ".join(wrap_model.row(found, GPT, RECOMMENDED)) + " |"
     assert row in PAGE.read_text(encoding="utf-8"), "stale: python -m bench wrap_model --write-document"
-    steps = [outcome.seconds for outcome in found.values()]
+    steps = [outcome.seconds for case, outcome in found.items() if case.reading == EFA]
     assert steps == sorted(steps)

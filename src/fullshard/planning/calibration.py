@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.errors import FullshardError

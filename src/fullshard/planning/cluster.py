@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["EFFICIENCY", "PRESETS", "Cluster", "Link", "cluster_of", "to_toml"]
+__all__ = ["EFFICIENCY", "MEASURED_BYTES", "PRESETS", "Cluster", "Link", "cluster_of", "to_toml"]
 
 GIB = 2**30
 # Of GPUs, if a cluster does not say otherwise: round figures, not measured by us.
@@ -171,7 +171,7 @@ def _interpolated(known: Mapping[int, Link], nodes: int) -> Link:
 # what an all-gather takes beyond one in a node is 23 to 43 microseconds for each rank, from 16 ranks to 512: it grows
 # as the ring does, as latency would. Bandwidth would stay the same, or be halved again and again by nothing that is
 # known. So it is taken as latency, once for each collective, and bandwidth as that of a node.
-_MESSAGE = 256e6
+MEASURED_BYTES = 256e6
 _GATHERED = {2: 184.61e9, 4: 118.97e9, 8: 69.0e9, 16: 54.97e9, 32: 27.97e9, 64: 11.04e9}
 _REDUCED = {1: 435.97e9, 2: 361.75e9, 4: 160.14e9, 8: 99.56e9, 16: 84.74e9, 32: 64.93e9, 64: 32.94e9}
 _LATENCY = 20e-6  # within a node
@@ -182,8 +182,8 @@ def _outer(inner: Link) -> dict[int, Link]:
     return {
         nodes: dataclasses.replace(
             inner,
-            latency=_LATENCY + _MESSAGE / _GATHERED[nodes] - _MESSAGE / _H100.bandwidth,
-            all_reduce_latency=_LATENCY + _MESSAGE / _REDUCED[nodes] - _MESSAGE / _REDUCED[1],
+            latency=_LATENCY + MEASURED_BYTES / _GATHERED[nodes] - MEASURED_BYTES / _H100.bandwidth,
+            all_reduce_latency=_LATENCY + MEASURED_BYTES / _REDUCED[nodes] - MEASURED_BYTES / _REDUCED[1],
         )
         for nodes in _GATHERED
     }
