@@ -286,6 +286,22 @@ def test_fused_kernels() -> None:
     assert several > expected + 3.9 * rows * WIDTH
 
 
+def test_efficiencies_of_kinds() -> None:
+    """Each kind of operation takes the time of its own share of what is specified."""
+    with torch.device("meta"):
+        model = nn.Sequential(Grouped(), nn.GELU())
+
+    def seconds(**shares: float) -> float:
+        cluster = dataclasses.replace(PRESETS["h100"], op_seconds=0.0, kernel_seconds=0.0, efficiency=shares)
+        return float(planned(model, rows=4096, ranks=1, cluster=cluster).step.computation)
+
+    fast = {"matmul": 1e6, "attention": 1e6, "memory": 1e6, "function": 1e6}
+    each = {kind: seconds(**{**fast, kind: 1.0}) for kind in fast}
+    assert all(taken > 100 * seconds(**fast) for taken in each.values()), each
+    flops = 14 * 8 * 4096 * 4096 * 64  # there and back, not halved for causality
+    assert each["attention"] == pytest.approx(flops / 67e12, rel=0.02)
+
+
 def test_the_command(tmp_path: Path) -> None:
     """A table and files; exit code 1 if it does not fit, 2 for bad input."""
     file = tmp_path / "model.py"
