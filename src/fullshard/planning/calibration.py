@@ -3,7 +3,8 @@
 [Note: Calibration]
 All ranks measure at the same time, as they compute at the same time in a step: processes of a machine share its cores,
 its caches and its memory. So the figures are those of so many ranks, and of no other number. Each figure is the median
-of many short runs, so that a moment of other work on the machine does not decide.
+of several runs, so that a moment of other work on the machine does not decide. Operands are those of several layers,
+since a step comes to each of them once, and does not find it in a cache.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = ["calibrate"]
 SECONDS, PARTS = 0.8, 5  # of each figure, and the parts of which the median counts
 TIME_LIMIT = 60.0
 _MODULE = "fullshard.planning.calibration"
+_LAYERS = 8
 _SMALL, _LARGE = 4 * 1024, 8 * 1024 * 1024  # bytes of messages
 
 
@@ -183,14 +185,14 @@ def _memory(device: torch.device) -> float:
 def _matmul(meter: _Meter, dtype: torch.dtype, rows: int) -> float:
     """Floating-point operations per second of a linear layer's three products, there and back."""
     width = 2 * rows
-    x = torch.randn(rows, width // 2, device=meter.device, dtype=dtype)
-    weight = torch.randn(width, width // 2, device=meter.device, dtype=dtype)
-    grad = torch.randn(rows, width, device=meter.device, dtype=dtype)
+    shapes = ((rows, rows), (width, rows), (rows, width))
+    layers = [[torch.randn(*shape, device=meter.device, dtype=dtype) for shape in shapes] for _ in range(_LAYERS)]
 
     def products() -> None:
-        _ = x @ weight.t(), grad @ weight, grad.t() @ x
+        for x, weight, grad in layers:
+            _ = x @ weight.t(), grad @ weight, grad.t() @ x
 
-    return 3 * 2 * rows * width * (width // 2) / meter.seconds(products)
+    return _LAYERS * 3 * 2 * rows * width * rows / meter.seconds(products)
 
 
 def _attention(meter: _Meter, rows: int) -> float:
@@ -209,11 +211,11 @@ def _attention(meter: _Meter, rows: int) -> float:
 def _streaming(meter: _Meter, rows: int) -> dict[str, float]:
     """Bytes per second of arithmetic by element; and the share of it that functions reach.
 
-    Arithmetic by element is that of optimizers, sums of gradients and copies of shards, each tensor once in a step: so
-    it is measured on more tensors than caches hold. Functions are of activations, which have just been written.
+    Arithmetic by element is that of optimizers, sums of gradients and copies of shards: so it is that of AdamW.
     """
     many = [torch.randn(rows, 4 * rows, device=meter.device) for _ in range(32)]
-    x, y = many[0].clone().requires_grad_(), many[1].clone()
+    inputs = [tensor.clone().requires_grad_() for tensor in many[:_LAYERS]]
+    grad = torch.randn(4 * rows, rows, device=meter.device)
 
     def steps() -> None:
         for at in range(0, len(many), 4):
@@ -223,14 +225,15 @@ def _streaming(meter: _Meter, rows: int) -> dict[str, float]:
             parameter.addcdiv_(first, second.abs().add_(1.0), value=-1e-3)
 
     def functions() -> None:
-        narrow = x.view(-1, rows)
-        result = F.layer_norm(F.gelu(narrow), (rows,)).softmax(-1)
-        result.backward(y.view(-1, rows))  # type: ignore[no-untyped-call]
+        for x in inputs:
+            result = F.layer_norm(F.gelu(x.view(-1, rows)), (rows,)).softmax(-1)
+            result.backward(grad)  # type: ignore[no-untyped-call]
 
     # Read and written, as plans count it: what is changed in place counts twice.
-    plain = len(many) / 4 * (2 + 3 + 2 + 4 + 2 + 2 + 4) * x.nbytes / meter.seconds(steps)
+    plain = len(many) / 4 * (2 + 3 + 2 + 4 + 2 + 2 + 4) * grad.nbytes / meter.seconds(steps)
     # gelu 2 and 3, norm 2 and 3, softmax 2 and 3 times the bytes of x: forward and backward; and x.grad is added to.
-    return {"bandwidth": plain, "function": (3 * 5 + 3) * x.nbytes / meter.seconds(functions) / plain}
+    functional = _LAYERS * (3 * 5 + 3) * grad.nbytes / meter.seconds(functions)
+    return {"bandwidth": plain, "function": functional / plain}
 
 
 def _launches(meter: _Meter) -> dict[str, float]:
