@@ -286,6 +286,22 @@ def test_fused_kernels() -> None:
     assert several > expected + 3.9 * rows * WIDTH
 
 
+def test_optimizers_step_all_tensors_at_once() -> None:
+    """On accelerators AdamW has temporary tensors of all shards, as foreach has; on CPUs those of one."""
+    numel = sum(parameter.numel() for parameter in net(8).parameters())
+
+    def most(cluster: str) -> int:
+        plan = planned(net(8), ranks=1, cluster=cluster)
+        step = [change for _, change in plan.step.changes if change.where[0] == "optimizer step"]
+        total, highest = 0, 0
+        for change in step:
+            total += change.nbytes
+            highest = max(highest, total)
+        return highest
+
+    assert most("h100") >= 4 * numel > 2 * most("cpu")
+
+
 def test_efficiencies_of_kinds() -> None:
     """Each kind of operation takes the time of its own share of what is specified."""
     with torch.device("meta"):

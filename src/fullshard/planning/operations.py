@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _foreach_utils
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fullshard.planning.cluster import Cluster
@@ -77,7 +78,8 @@ def fused_kernels(*, on_cpu: bool) -> Iterator[None]:
     """Have operations on the meta device be one kernel where they are on the planned device; else they are several.
 
     Attention: flash kernels and memory-efficient ones save the same tensors: inputs, output, and a number per query.
-    RMS norms on accelerators: as a layer norm without bias, which reads, writes and saves as much.
+    RMS norms on accelerators: as a layer norm without bias, which reads, writes and saves as much. Optimizers and norms
+    of gradients on accelerators step all tensors at once (``foreach``), and have temporary tensors for all.
 
     Args:
         on_cpu: Whether the planned device is a CPU, whose RMS norms are several kernels.
@@ -95,10 +97,14 @@ def fused_kernels(*, on_cpu: bool) -> Iterator[None]:
             return F.layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
         return usual_norm(input, normalized_shape, weight, eps)
 
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", attention),
-        mock.patch.object(F, "rms_norm", norm),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(F, "rms_norm", norm))
+        if not on_cpu:
+            devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
+            for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+                of_devices = f"{name}._get_foreach_kernels_supported_devices"
+                stack.enter_context(mock.patch(of_devices, return_value=devices))
         yield
 
 
