@@ -157,18 +157,28 @@ def plan(
         ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks of the job, or of the calibration.", min=1)] = 1,
-    cluster: Annotated[str, typer.Option(help="h100, h200, a100, b200, cpu, or a TOML file.")] = "h100",
-    batch: Annotated[int, typer.Option(help="Sequences of a rank in a step.", min=1)] = 1,
+    cluster: Annotated[
+        str, typer.Option(help="h100, h200, a100, b200, each also as h100-infiniband, cpu, or a TOML file.")
+    ] = "h100",
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a rank in a step.  [default: 1]", min=1, show_default=False)
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences of all ranks in a step, instead of --batch.", show_default=False)
     ] = None,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence.  [default: 4096]", min=1, show_default=False)
+    ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of a device, if not those of the cluster.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of a step.", min=1)] = None,
     replicas: Annotated[int | None, typer.Option(help="Size of the replicate axis (HSDP).", min=1)] = None,
     mixed_precision: Annotated[str | None, typer.Option(help="bf16, fp16 or none.  [default: bf16]")] = None,
     checkpoint_activations: Annotated[
         float | None, typer.Option(help="Share of the blocks to recompute in backward, from 0 to 1.")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Another choice, such as offload_optimizer=true.", show_default=False),
     ] = None,
     search: Annotated[
         bool, typer.Option(help="Recommend the choices that are not given, and say what each would change.")
@@ -186,7 +196,7 @@ def plan(
     Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
     """
     from fullshard.errors import FullshardError
-    from fullshard.train.planned import Question, answer, measure
+    from fullshard.train.planned import Question, answer, choices_of, measure
 
     choices = {
         "replicas": replicas,
@@ -196,6 +206,7 @@ def plan(
     }
     given = {name: value for name, value in choices.items() if value is not None}
     try:
+        given |= choices_of(fix or [])
         if calibrate is not None:
             typer.echo(measure(calibrate, ranks))
             if model is None:

@@ -117,10 +117,11 @@ class Choices:
             None: "blocks resharded after forward",
             True: "all resharded after forward",
         }
-        yield "replicas", mesh
+        yield "replicas", f"{mesh} (replicas={self.replicas})"
         yield "mixed_precision", f"{self.mixed_precision or 'no mixed'} precision"
         yield "checkpoint_activations", f"{share:.0%} of the blocks recomputed" if share else "no recomputation"
-        yield "reshard_after_forward", kept.get(self.reshard_after_forward, "units kept until backward")
+        kept_or_not = kept.get(self.reshard_after_forward, "units kept until backward")
+        yield "reshard_after_forward", f"{kept_or_not} (reshard_after_forward={self.reshard_after_forward})"
         yield "blocks_per_unit", f"{self.blocks_per_unit} block{'s' * (self.blocks_per_unit > 1)} per unit"
         ahead = "one unit" if self.prefetch_bytes is None else f"{self.prefetch_bytes / GIB:.2f} GiB"
         yield "prefetch_bytes", f"{ahead} prefetched"

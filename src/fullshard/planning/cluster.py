@@ -67,6 +67,7 @@ class Cluster:
         contention: Seconds of computation that a second of communication beside it costs, on CPUs.
         bus: Bytes per second between a device and its host, each way.
         calibrated: Ranks that measured the figures at the same time; 0: they were not measured.
+        gpu: Kind of GPU, such as ``"h100"``, by which published runs are found; empty: none.
         node: Ranks of a node.
         inner: Collectives within a node.
         outer: Collectives over nodes, by their number; others are interpolated.
@@ -89,6 +90,7 @@ class Cluster:
     contention: float = 0.0
     bus: float = 50e9
     calibrated: int = 0
+    gpu: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -105,6 +107,11 @@ class Cluster:
                 f"cluster {self.name!r}: expected positive efficiencies of {', '.join(EFFICIENCY)} and a contention "
                 f"from 0 to 1, found {dict(self.efficiency)} and {self.contention}"
             )
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a step may reserve: 95 % of those of the device. Plans have errors, and NCCL has buffers."""
+        return 0.95 * self.memory
 
     def rate(self, kind: str, dtype: torch.dtype) -> float:
         """Return what operations of a kind reach: per second, floating-point operations, or bytes read and written."""
@@ -217,7 +224,7 @@ _H100 = _nvlink()
 
 
 def _gpu(name: str, memory: float, flops: Mapping[str, float], bandwidth: float, inner: Link, source: str) -> Cluster:
-    return Cluster(name, "accelerator", memory, flops, bandwidth, 8, inner, _outer(inner), source=source)
+    return Cluster(name, "accelerator", memory, flops, bandwidth, 8, inner, _outer(inner), source=source, gpu=name)
 
 
 _SHEETS = "data sheets of NVIDIA, dense; collectives of 256 MB in a node and over nodes as published for AWS EFA"

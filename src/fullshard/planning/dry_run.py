@@ -13,8 +13,9 @@ import contextlib
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -39,7 +40,7 @@ from fullshard.planning.simulation.ranks import modelled_ranks
 from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane, simulated_streams
 from fullshard.progress import PROGRESS, Event
 
-__all__ = ["DryRun", "Step", "dry_run"]
+__all__ = ["DryRun", "Step", "dry_run", "where"]
 
 _KINDS = {
     "forward": "activations",
@@ -90,6 +91,7 @@ class Step:
         changes: Allocations and frees, with seconds since the begin of the step.
         trace: With segments and exposed communication of this rank.
         unknown: Operations without a rule, which were counted by the bytes that they read and write.
+        kinds: Seconds of operations by their kind; ``"shortest kernels"`` are those that have next to nothing to do.
     """
 
     seconds: float
@@ -100,9 +102,19 @@ class Step:
     peak: Peak
     begun: float
     held: Mapping[str, int]
-    changes: Sequence[tuple[float, Change]]
-    trace: Trace
+    changes: Sequence[tuple[float, Change]] = field(repr=False)
+    trace: Trace = field(repr=False)
     unknown: Sequence[str]
+    kinds: Mapping[str, float]
+
+    def peaks(self) -> dict[str, int]:
+        """Return the most bytes at a time in each phase of the step."""
+        total, found = self.resting, {"": self.resting}
+        for _, change in self.changes:
+            total += change.nbytes
+            phase = change.where[0]
+            found[phase] = max(found.get(phase, 0), total)
+        return found
 
 
 class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -252,6 +264,7 @@ def dry_run(
         for _ in range(steps):
             run.flush()
             begun, flops, computed = run._device.synchronize(), run.costs.flops, run.computation
+            kinds = dict(run.costs.kinds)
             first, run.events = len(run.ledger.changes), []
             PROGRESS.traced = run.noted
             PROGRESS.enter("user code", None)
@@ -270,7 +283,16 @@ def dry_run(
             sum(change.nbytes for change in ledger.changes[:first]),
             reserved_bytes([*sharded, *((each.storage, each.nbytes, each.stream) for each in ledger.changes[built:])]),
             ledger.peak(first), begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
+            {kind: taken - kinds.get(kind, 0.0) for kind, taken in run.costs.kinds.items()},
         )  # fmt: skip
+
+
+def where(error: BaseException) -> str:
+    """Return file and line in which an exception was raised, outside of torch and of this library if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    users = [frame for frame in frames if not frame.filename.startswith(own)] or frames
+    return f"{users[-1].filename}:{users[-1].lineno}"
 
 
 def _train(
@@ -283,8 +305,8 @@ def _train(
         if "meta" not in str(error).lower():
             raise
         raise FullshardError(
-            f"plan: the model needs values to run: {error}. Expected a forward and a loss whose branches and shapes "
-            "do not depend on the values of tensors"
+            f"plan: the model needs values to run, at {where(error)}: {error}. Expected a forward and a loss whose "
+            "branches and shapes do not depend on the values of tensors"
         ) from error
     optimizer.step()
     optimizer.zero_grad()

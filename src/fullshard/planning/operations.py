@@ -46,9 +46,10 @@ class Costs:
     cluster: Cluster
     unknown: set[str]  # operations of other libraries, which were counted by bytes
     flops: float  # of all so far
+    kinds: dict[str, float]  # seconds of all so far, by kind
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.unknown, self.flops = cluster, set(), 0.0
+        self.cluster, self.unknown, self.flops, self.kinds = cluster, set(), 0.0, {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Return the seconds of one operation; 0 if it starts no kernel."""
@@ -61,15 +62,18 @@ class Costs:
         nbytes = sum(t.nbytes for t in (*tensors_in(args), *tensors_in(kwargs), *outputs))
         dtype = next((t.dtype for t in tensors_in(args) if t.is_floating_point()), torch.float32)
         kind = "function" if packet in _FUNCTIONS else "memory"
-        seconds = max(self.cluster.kernel_seconds, nbytes / self.cluster.rate(kind, dtype))
+        seconds = nbytes / self.cluster.rate(kind, dtype)
         count: Callable[..., int] | None = _FLOPS.get(packet)
         if count is not None:
             flops = count(*args, **kwargs, out_val=result)
             self.flops += flops
             kind = "attention" if packet in _ATTENTION else "matmul"
-            return max(seconds, flops / self.cluster.rate(kind, dtype))
-        if func.namespace not in ("aten", "prim", "prims", "fullshard"):
+            seconds = max(seconds, flops / self.cluster.rate(kind, dtype))
+        elif func.namespace not in ("aten", "prim", "prims", "fullshard"):
             self.unknown.add(str(func))
+        if seconds < self.cluster.kernel_seconds:
+            seconds, kind = self.cluster.kernel_seconds, "shortest kernels"
+        self.kinds[kind] = self.kinds.get(kind, 0.0) + seconds
         return seconds
 
 

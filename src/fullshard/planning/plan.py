@@ -106,8 +106,9 @@ def plan(
         batch: What its forward takes on one rank in a step: a tensor, a tuple of arguments, or a dict of them by name.
             Only shapes and dtypes are used. Several microbatches are equal parts of it, along the first dimension.
         ranks: Of the job.
-        cluster: Name of a preset (``"h100"``, ``"h200"``, ``"a100"``, ``"b200"``, ``"cpu"``), a TOML file with the
-            attributes of ``Cluster``, or that itself.
+        cluster: Name of a preset (``"h100"``, ``"h200"``, ``"a100"``, ``"b200"``, whose network between nodes is AWS
+            EFA; the same with ``"-infiniband"``; ``"cpu"``), a TOML file with the attributes of ``Cluster``, or that
+            itself.
         loss: Returns the loss from what the model returns. None: what the model returns, if it is a loss, or its
             attribute ``loss``; else the mean of it.
         optimizer: Called with the parameters.
@@ -141,17 +142,21 @@ def plan(
     found = cluster_of(cluster)
     fixed = dict(dataclasses.asdict(choices) if isinstance(choices, Choices) else choices or {})
     base = Choices(**fixed)
+    if search and isinstance(choices, Choices):
+        raise ValueError("plan: search: expected choices as a dict of those that stay, found Choices, which are all")
     _check(model, ranks, base)
     planner = _Planner(
         model, tree_map_only(Tensor, lambda t: t.detach().to("meta"), batch), ranks, found, loss, optimizer
     )
-    candidates: Sequence[Candidate] = ()
     if search:
-        base, candidates = _searched(planner, base, fixed)
-    step = planner.step(planner.model, base)
+        base, step, candidates = _searched(planner, base, fixed)
+    else:
+        step, candidates = planner.step(planner.model, base), ()
     if step.unknown:
         planner.assumed(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
     kept = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if found.device != "cpu" and base.mixed_precision is None and not kept:
+        planner.assumed("computation is in float32; choices={'mixed_precision': 'bf16'} computes in bfloat16")
     for dtype in sorted(map(str, kept)):
         planner.assumed(f"shards and optimizer state are kept in {dtype.removeprefix('torch.')}, as parameters are")
     if found.calibrated and found.calibrated != ranks:
@@ -174,7 +179,7 @@ def plan(
     )
 
 
-def _searched(planner: _Planner, base: Choices, fixed: Mapping[str, Any]) -> tuple[Choices, Sequence[Candidate]]:
+def _searched(planner: _Planner, base: Choices, fixed: Mapping[str, Any]) -> tuple[Choices, Step, Sequence[Candidate]]:
     return search(planner.model, base, fixed, planner.step, planner.cluster, planner.ranks, planner.rows)
 
 

@@ -56,8 +56,8 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """True if that is less than the device has."""
-        return self.reserved_bytes <= self.cluster.memory
+        """True if ``reserved_bytes`` are at most those that may be used: 95 % of the device's memory."""
+        return self.reserved_bytes <= self.cluster.usable
 
     @property
     def exposed_seconds(self) -> float:
@@ -73,18 +73,18 @@ class PlannedStep:
     def nearest(self) -> Published | None:
         """The published run that is most like this one, if there is one."""
         tokens = self.tokens // self.choices.microbatches
-        if not tokens:
+        if not tokens or not self.cluster.gpu:
             return None
         return nearest(
             self.parameters,
             self.ranks,
             tokens,
-            self.cluster.name.partition("-")[0],
+            self.cluster.gpu,
             float(self.choices.checkpoint_activations),
         )
 
     @property
-    def mfu(self) -> float:
+    def hfu(self) -> float:
         """Floating-point operations of the step, recomputed ones too, over those that the device is specified with."""
         return self.step.flops / self.step.seconds / max(self.cluster.flops.values())
 
@@ -103,6 +103,7 @@ class PlannedStep:
             "cluster": dataclasses.asdict(self.cluster),
             "choices": dataclasses.asdict(self.choices),
             "memory": {
+                "usable": self.cluster.usable,
                 "allocated": self.allocated_bytes,
                 "reserved": self.reserved_bytes,
                 "resting": self.step.resting,
@@ -113,6 +114,8 @@ class PlannedStep:
             "time": {
                 "step": self.step.seconds,
                 "tokens_per_second": self.tokens_per_second,
+                "hfu": self.hfu,
+                "kinds": dict(self.step.kinds),
                 "computation": self.step.computation,
                 "exposed": self.exposed_seconds,
                 "flops": self.step.flops,

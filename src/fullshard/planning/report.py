@@ -11,12 +11,17 @@ __all__ = ["draw", "table"]
 
 GIB = 2**30
 _SHOWN = 8
-# Of plans beside runs: docs/performance/planned.md.
-ERRORS = {
-    "gpu": "memory some 10 %, time some 10 % on one node and more on many",
-    "cpu": "memory 1 %, time some 10 %",
+_COLORS = ("#4477aa", "#aa3377", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb", "#777777")  # what memory is for
+_KIND_NAMES = {
+    "matmul": "matrix multiplications",
+    "memory": "copies and arithmetic by element, optimizer included",
+    "function": "norms, softmax, activation functions",
 }
-_KINDS = ("#4477aa", "#aa3377", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb", "#777777")  # what memory is for
+# Of plans beside runs, from docs/performance/planned.md.
+ERRORS = {
+    "accelerator": "memory some 10 %; time some 10 % on one node, and on many what its network is not as assumed",
+    "cpu": "memory 1 %; time some 15 % after a calibration, else unknown",
+}
 
 
 def table(plan: PlannedStep) -> str:
@@ -27,7 +32,12 @@ def table(plan: PlannedStep) -> str:
 def place(plan: PlannedStep) -> str:
     """Return where the peak of memory is, in words."""
     phase, unit = plan.step.peak.where
-    return f"the {phase} of {unit or 'the root'}" if phase in ("forward", "backward") else f"the {phase}"
+    words = {"user code after the forward": "the loss", ("backward", ""): "the backward of the loss and the root unit"}
+    if (phase, unit) in words:
+        return words[phase, unit]
+    if phase in ("forward", "backward"):
+        return f"the {phase} of {unit or 'the root unit'}"
+    return words.get(phase, f"the {phase}")
 
 
 def _head(plan: PlannedStep) -> Iterator[str]:
@@ -47,27 +57,34 @@ def _memory(plan: PlannedStep) -> Iterator[str]:
     for kind, nbytes in peak.parts.items():
         if nbytes > 0.001 * peak.nbytes:
             yield f"{nbytes / GIB:>10.2f}  {kind}"
-    fits = f"{'fits' if plan.fits else 'DOES NOT FIT'} into {plan.cluster.memory / GIB:.1f}"
+    memory, usable = plan.cluster.memory / GIB, plan.cluster.usable / GIB
+    fits = f"{'fits' if plan.fits else 'DOES NOT FIT'} into {usable:.1f}, 95 % of {memory:.1f}"
     if plan.cluster.device == "cpu":
         yield f"{peak.nbytes / GIB:>10.2f}  allocated: {fits}"
     else:
         yield f"{peak.nbytes / GIB:>10.2f}  allocated"
         yield f"{plan.reserved_bytes / GIB:>10.2f}  reserved: {fits}"
-    yield f"{plan.step.resting / GIB:>10.2f}  between steps"
+    yield f"{plan.step.resting / GIB:>10.2f}  of it between steps"
 
 
 def _time(plan: PlannedStep) -> Iterator[str]:
     step = plan.step
     yield "Time of a step, ms"
     tokens = f"; {plan.tokens_per_second:,.0f} tokens/s on a rank" if plan.tokens else ""
-    yield f"{1e3 * step.seconds:>10.1f}  step; {100 * plan.mfu:.1f} % of the device's operations per second{tokens}"
-    yield f"{1e3 * step.computation:>10.1f}  computation"
-    yield f"{1e3 * plan.exposed_seconds:>10.1f}  communication that nothing hides:"
-    for each in step.trace.exposed(0)[:_SHOWN]:
-        if each.seconds > 0.001 * step.seconds:
-            why = "issued as it was needed" if each.late_issue > each.seconds / 2 else "slower than what hides it"
-            name = f"{each.kind.replace('_', '-')} of {each.units or 'the root'}"
-            yield f"{1e3 * each.seconds:>10.2f}    {name} ({why})"
+    yield f"{1e3 * step.seconds:>10.1f}  step; {100 * plan.hfu:.1f} % of the device's operations per second{tokens}"
+    yield f"{1e3 * step.computation:>10.1f}  computation:"
+    for kind, seconds in sorted(step.kinds.items(), key=lambda each: -each[1]):
+        if seconds > 0.001 * step.seconds:
+            yield f"{1e3 * seconds:>10.1f}    {_KIND_NAMES.get(kind, kind)}"
+    yield f"{1e3 * plan.exposed_seconds:>10.1f}  exposed communication:"
+    exposed = [each for each in step.trace.exposed(0) if each.seconds > 0.001 * step.seconds]
+    for each in exposed[:_SHOWN]:
+        why = "nothing to overlap it with" if each.late_issue > each.seconds / 2 else "slower than what overlaps it"
+        name = f"{each.kind.replace('_', '-')} of {each.units or 'the root unit'}"
+        yield f"{1e3 * each.seconds:>10.2f}    {name} ({why})"
+    rest = exposed[_SHOWN:]
+    if rest:
+        yield f"{1e3 * sum(each.seconds for each in rest):>10.2f}    {len(rest)} others"
 
 
 def _candidates(plan: PlannedStep) -> Iterator[str]:
@@ -81,7 +98,7 @@ def _candidates(plan: PlannedStep) -> Iterator[str]:
 
 def _notes(plan: PlannedStep) -> Iterator[str]:
     yield ""
-    yield f"Errors: {ERRORS['cpu' if plan.cluster.calibrated else 'gpu']}"
+    yield f"Errors: {ERRORS[plan.cluster.device]}"
     if plan.nearest is not None:
         yield f"Nearest published: {plan.nearest}"
     for each in plan.assumptions:
@@ -105,7 +122,7 @@ def draw(plan: PlannedStep, path: Path) -> bool:
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 1])
     times, stacks = _curves(plan)
-    above.stackplot(times, *stacks.values(), labels=list(stacks), colors=_KINDS, step="post")
+    above.stackplot(times, *stacks.values(), labels=list(stacks), colors=_COLORS, step="post")
     if plan.cluster.memory < 2 * plan.allocated_bytes:
         above.axhline(plan.cluster.memory / GIB, color="#cc3311", linestyle="--", label="memory of the device")
     above.set_ylabel("GiB allocated")

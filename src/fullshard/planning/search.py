@@ -3,9 +3,8 @@
 [Note: The search]
 One choice is changed at a time, and the best value of it is kept; twice for all choices. A step that does not fit is
 worse than any that does, and of those the one that lacks least is best. Of a deep model only a few blocks are run,
-with two numbers of blocks, and a line is drawn through both, for what a block adds is the same for all of them. So
-candidates are estimates, and the differences between them are better than they are. What is recommended is run in full
-at the end.
+with two numbers of blocks, and a line is drawn through both, for what a block adds is the same for all of them. What is
+recommended is run in full. If that does not fit, estimates are corrected by it, and the search begins anew.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ __all__ = ["Candidate", "search"]
 GIB = 2**30
 SHORT = (4, 6)  # blocks of the two shorter models
 LEAST_GAIN = 0.02  # of a step: a smaller one is not worth a change, and less than plans are off by
-SHARE = 0.95  # of the memory that may be used: plans have errors
 SWEEPS = 2
+TRIES = 3  # searches, until what is recommended fits in a full run, too
 
 _Run = Callable[[nn.Module, Choices], Step]
 _Axes = Mapping[str, Sequence[Any]]
@@ -66,13 +65,13 @@ class _Estimate:
 
     seconds: float = float("inf")
     reserved: float = float("inf")
-    memory: float = 0.0
+    usable: float = 0.0
     error: str = ""
 
     @property
     def lacking(self) -> float:
         """Bytes beyond what may be used."""
-        return max(0.0, self.reserved - SHARE * self.memory)
+        return max(0.0, self.reserved - self.usable)
 
     def better_than(self, other: _Estimate) -> bool:
         if self.lacking or other.lacking:
@@ -86,6 +85,7 @@ class _Estimates:
     def __init__(self, model: nn.Module, run: _Run, cluster: Cluster) -> None:
         self._model, self._run, self._cluster = model, run, cluster
         self._found: dict[Choices, _Estimate] = {}
+        self._more = 1.0  # bytes of a full run over those of its estimate
         self._blocks = max((len(each.blocks) for each in repeated_blocks(ModuleTree(model))), default=0)
         self._shorter = [_shortened(model, count) for count in SHORT] if self._blocks > 2 * SHORT[1] else []
 
@@ -94,30 +94,44 @@ class _Estimates:
         if choices not in self._found:
             try:
                 self._found[choices] = self._made(choices)
-            except (FullshardError, ValueError, TypeError) as error:
+            except (FullshardError, ValueError, TypeError, RuntimeError) as error:
                 self._found[choices] = _Estimate(error=str(error))
-        return self._found[choices]
+        found = self._found[choices]
+        return dataclasses.replace(found, reserved=self._more * found.reserved)
+
+    def learn(self, choices: Choices, full: Step) -> None:
+        """Correct all estimates of memory by that of a full run."""
+        self._more *= max(1.0, self._bytes(full) / self.of(choices).reserved)
 
     def _made(self, choices: Choices) -> _Estimate:
         if self._shorter:
             try:
-                few, more = (self._figures(model, choices) for model in self._shorter)
+                few, more = (self._run(model, choices) for model in self._shorter)
             except (IndexError, KeyError, AttributeError):  # a forward that asks for the blocks by their numbers
                 self._shorter = []
             else:
-                distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
-                seconds, reserved = (a + distance * (b - a) for a, b in zip(few, more, strict=True))
-                return _Estimate(seconds, reserved, self._cluster.memory)
-        return _Estimate(*self._figures(self._model, choices), self._cluster.memory)
+                return self._continued(few, more)
+        step = self._run(self._model, choices)
+        return _Estimate(step.seconds, self._bytes(step), self._cluster.usable)
 
-    def _figures(self, model: nn.Module, choices: Choices) -> tuple[float, float]:
-        step = self._run(model, choices)
-        return step.seconds, step.peak.nbytes if self._cluster.device == "cpu" else step.reserved
+    def _continued(self, few: Step, more: Step) -> _Estimate:
+        """Draw the line. Of memory, one for each phase, since another one may have the peak in the whole model.
+
+        What the caching allocator reserves beyond that does not grow with the blocks: it is where sizes change.
+        """
+        distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
+        peaks, before = more.peaks(), few.peaks()
+        most = max(before.get(phase, 0) + distance * (peak - before.get(phase, 0)) for phase, peak in peaks.items())
+        beyond = self._bytes(more) - more.peak.nbytes
+        return _Estimate(few.seconds + distance * (more.seconds - few.seconds), most + beyond, self._cluster.usable)
+
+    def _bytes(self, step: Step) -> int:
+        return step.peak.nbytes if self._cluster.device == "cpu" else step.reserved
 
 
 def search(
     model: nn.Module, base: Choices, fixed: Mapping[str, Any], run: _Run, cluster: Cluster, ranks: int, rows: int
-) -> tuple[Choices, Sequence[Candidate]]:
+) -> tuple[Choices, Step, Sequence[Candidate]]:
     """Find the fastest choices that fit.
 
     Args:
@@ -130,21 +144,31 @@ def search(
         rows: Of a rank's batch.
 
     Returns:
-        The choices, and what each single change of them would give.
+        The choices, a full run with them, and what each single change of them would give.
     """
     estimates = _Estimates(model, run, cluster)
     axes = {name: values for name, values in _axes(model, cluster, ranks, rows).items() if name not in fixed}
+    for _ in range(TRIES):
+        best = _fastest(base, axes, estimates)
+        step = run(model, best)
+        estimates.learn(best, step)
+        if not estimates.of(best).lacking:
+            break
+    if cluster.device != "cpu" and "mixed_precision" not in fixed:
+        axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
+    ours = estimates.of(best)
+    shown = [_candidate(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
+    return best, step, sorted(shown, key=lambda each: each.change)
+
+
+def _fastest(base: Choices, axes: _Axes, estimates: _Estimates) -> Choices:
     best = base
     for _ in range(SWEEPS):
         for name in axes:
             for other in _changes(best, {name: axes[name]}):
                 if estimates.of(other).better_than(estimates.of(best)):
                     best = other
-    if cluster.device != "cpu" and "mixed_precision" not in fixed:
-        axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
-    ours = estimates.of(best)
-    shown = [_candidate(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
-    return best, sorted(shown, key=lambda each: each.change)
+    return best
 
 
 def _axes(model: nn.Module, cluster: Cluster, ranks: int, rows: int) -> dict[str, Sequence[Any]]:
@@ -187,7 +211,7 @@ def _verdict(other: Choices, best: Choices, found: _Estimate, ours: _Estimate) -
     if other.mixed_precision != best.mixed_precision:
         return "not looked at: it changes results"
     if found.lacking:
-        return f"rejected: {found.reserved / GIB:.1f} GiB of {found.memory / GIB:.1f}, less {1 - SHARE:.0%} for errors"
+        return f"does not fit: {found.reserved / GIB:.1f} GiB, usable {found.usable / GIB:.1f}"
     if found.seconds > (1 + LEAST_GAIN) * ours.seconds:
         return "rejected: slower" if found.reserved >= ours.reserved else "slower, but with less memory"
     return "no gain in time" if found.reserved >= ours.reserved else "less memory, no gain in time"

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.planning.calibration import calibrate
+from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import cluster_of, to_toml
+from fullshard.planning.dry_run import where
 from fullshard.planning.plan import Plan, plan
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.model import GPT
 
-__all__ = ["Question", "answer", "measure", "model_of"]
+__all__ = ["Question", "answer", "choices_of", "measure", "model_of"]
 
 _Loss = Callable[[Any], Tensor]
 
@@ -48,9 +50,9 @@ class Question:
     model: str | None
     ranks: int
     cluster: str | Path
-    batch: int
+    batch: int | None
     global_batch: int | None
-    sequence: int
+    sequence: int | None
     memory: float | None
     choices: dict[str, Any]
     search: bool
@@ -70,6 +72,8 @@ def answer(question: Question) -> Plan:
         raise FullshardError("plan: expected MODEL, or --calibrate FILE")
     rows = question.batch
     if question.global_batch is not None:
+        if rows is not None:
+            raise ValueError("--batch and --global-batch say the same: pass one of them")
         if question.global_batch % question.ranks:
             raise ValueError(
                 f"--global-batch: expected a multiple of {question.ranks} ranks, found {question.global_batch}"
@@ -85,6 +89,27 @@ def answer(question: Question) -> Plan:
     return plan(
         model, arguments, ranks=question.ranks, cluster=cluster, loss=loss, choices=choices, search=question.search
     )
+
+
+def choices_of(texts: Sequence[str]) -> dict[str, Any]:
+    """Return choices that are given as ``name=value``, with values as in JSON.
+
+    Args:
+        texts: All of them.
+
+    Raises:
+        FullshardError: If there is no such choice, or no such value.
+    """
+    known, found = [each.name for each in dataclasses.fields(Choices)], {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            name = ""
+        if name not in known:
+            raise FullshardError(f"plan: --fix: expected NAME=VALUE, of {', '.join(known)}, found {text!r}")
+    return found
 
 
 def measure(path: Path, ranks: int) -> str:
@@ -103,19 +128,19 @@ def measure(path: Path, ranks: int) -> str:
     return f"{text}\nwritten to {path}; plan with --cluster {path}"
 
 
-def model_of(name: str, batch: int, sequence: int) -> tuple[nn.Module, Any, _Loss | None]:
+def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Module, Any, _Loss | None]:
     """Return a model on the meta device, a batch for it, and its loss.
 
     Args:
         name: `module:function` or `file.py:function`, whose function returns a model, or a model and its batch; a
             `config.json` of Hugging Face; or a `config.toml` of a run of `fullshard train`.
-        batch: Sequences of a microbatch.
-        sequence: Tokens of a sequence.
+        batch: Sequences of a rank in a step. None: 1.
+        sequence: Tokens of a sequence. None: 4096.
 
     Raises:
         FullshardError: If there is no such model; says what was expected.
     """
-    tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+    tokens = torch.empty(batch or 1, sequence or 4096, dtype=torch.int64, device="meta")
     if name.endswith(".json"):
         return _hugging_face(Path(name)), {"input_ids": tokens, "labels": tokens}, None
     if name.endswith(".toml"):
@@ -130,9 +155,19 @@ def model_of(name: str, batch: int, sequence: int) -> tuple[nn.Module, Any, _Los
         raise FullshardError(
             f"plan: expected module:function, file.py:function, config.json or config.toml, found {name!r}"
         )
-    with torch.device("meta"):
-        made = getattr(_imported(module), function)()
+    build = getattr(_imported(module), function, None)
+    if not callable(build):
+        raise FullshardError(f"plan: expected a function {function} in {module}, found none")
+    try:
+        with torch.device("meta"):
+            made = build()
+    except Exception as error:
+        raise FullshardError(f"plan: {name} raised {type(error).__name__}: {error} ({where(error)})") from error
     model, given = made if isinstance(made, tuple) else (made, tokens)
+    if isinstance(made, tuple) and (batch or sequence):
+        raise FullshardError(
+            f"plan: {name} returns the batch, too, so --batch, --global-batch and --sequence cannot say how large it is"
+        )
     if not isinstance(model, nn.Module):
         raise FullshardError(f"plan: expected {name} to return an nn.Module, found {type(model).__name__}")
     return model, given, None
@@ -159,12 +194,34 @@ def _hugging_face(path: Path) -> nn.Module:
         raise FullshardError("plan: a config of Hugging Face needs the package transformers: install it") from None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        config = transformers.AutoConfig.for_model(**values)
+        config = transformers.AutoConfig.for_model(**{**values, "use_cache": False})
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FullshardError(f"plan: {path} is no config of a causal language model: {error}") from None
+    model.register_forward_pre_hook(_begin_unpacked)
+    model.register_forward_hook(_end_unpacked, always_call=True)
     return model
+
+
+_packing: list[Any] = []  # what transformers asks with, while a forward runs
+
+
+def _begin_unpacked(model: nn.Module, arguments: Any) -> None:
+    """transformers looks at the values of position ids, to find sequences that are packed into one. There are none."""
+    try:
+        masks: Any = importlib.import_module("transformers.masking_utils")
+        _packing.append(masks.find_packed_sequence_indices)
+        masks.find_packed_sequence_indices = lambda position_ids: None
+    except (ImportError, AttributeError):  # versions that do not look
+        _packing.append(None)
+
+
+def _end_unpacked(model: nn.Module, arguments: Any, output: Any) -> None:
+    before = _packing.pop()
+    if before is not None:
+        masks: Any = importlib.import_module("transformers.masking_utils")
+        masks.find_packed_sequence_indices = before
 
 
 def _next_byte_loss(logits: Tensor) -> Tensor:
