@@ -12,9 +12,11 @@ some have not when the outermost forward ends (a head that is called later, or w
 unsharded for backward, where nodes that have read the weight need it. Its backward ends when that of all its calls has
 ended, as for one module that is called several times.
 
-If all have run, only what ran between them may have read their weights. Autograd numbers its nodes: if there is no new
-one between the end of a module and the beginning of the next, nothing has, and the unit need not be unsharded before
-its own backward. Blocks that are called one after another are such units.
+What runs between norm and head may read a weight of the head. So a unit with such a module, which has no submodules, is
+unsharded as soon as a backward comes to the graph, too. Of blocks, the weights belong to modules inside of them, and
+nothing else reads them: between two blocks of a unit, their modules hold the sharded parameters, although the unsharded
+ones stay in memory. Then nothing but its own backward needs the unit. What a rank has run cannot tell, such as a norm
+that only rank 0 logs: ranks would all-gather different units.
 
 [Note: Sharded parameters read in a forward]
 A model that reads ``self.head.weight`` in its forward while the unit of ``head`` is resharded gets the DTensor, and may
@@ -45,8 +47,6 @@ from fullshard.engine.unit import Unit
 __all__ = ["ForwardGraph", "ParameterReads"]
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-_next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 # Nodes that are linear in their inputs that require gradients.
 _LINEAR = (
@@ -87,14 +87,11 @@ class ParameterReads:
 
     graph: ForwardGraph | None  # of the forward that runs now
     _open: list[weakref.ref[Unit]]  # units with unsharded parameters registered until the outermost forward ends
-    _between: dict[
-        weakref.ref[Unit], int
-    ]  # number of the next node, as a module of several ended; -1: there were nodes
     _forwards: int
     _warned: weakref.WeakSet[ShardedParameter]
 
     def __init__(self) -> None:
-        self.graph, self._open, self._between = None, [], {}
+        self.graph, self._open = None, []
         self._forwards, self._warned = 0, weakref.WeakSet()
 
     def begin_forward(self) -> None:
@@ -105,20 +102,9 @@ class ParameterReads:
         """Leave the unsharded parameters of ``unit`` registered until ``end_forward``."""
         self._open.append(unit.ref)
 
-    def module_ended(self, unit: Unit) -> None:
-        """Note that a module of ``unit`` has run, and others have not."""
-        if self._between.get(unit.ref) != -1:
-            self._between[unit.ref] = _next_node()
-
-    def next_module_begins(self, unit: Unit) -> None:
-        """Note whether anything that has a backward ran since ``module_ended``."""
-        if unit.ref in self._between and self._between[unit.ref] != _next_node():
-            self._between[unit.ref] = -1
-
     def all_have_run(self, unit: Unit) -> None:
-        """Forget ``unit``, whose modules have all run, if nothing has run between them."""
-        if self._between.pop(unit.ref, -1) != -1:
-            self._open = [ref for ref in self._open if ref is not unit.ref]
+        """Forget ``unit``, whose modules have all run and are blocks: nothing else had the unsharded parameters."""
+        self._open = [ref for ref in self._open if ref is not unit.ref]
 
     def end_forward(self) -> list[Unit]:
         """End the outermost forward, also after a failure.
@@ -129,7 +115,6 @@ class ParameterReads:
         graph, self.graph = self.graph, None
         units = [unit for unit in (ref() for ref in self._open) if unit is not None]
         self._open.clear()
-        self._between.clear()
         if graph is not None:
             graph.read.update(units)
         return units

@@ -94,7 +94,6 @@ class Runtime:
         """
         unit.check_not_summoned("run")
         self._enter_forward(unit)
-        self._reads.next_module_begins(unit)
         PROGRESS.enter("forward", unit.name)
         unit.open_forward()
         self._open_forwards += 1
@@ -288,9 +287,11 @@ class Runtime:
         if len(unit.modules) > 1:
             unit.modules_run[id(module)] = has_backward or unit.modules_run.get(id(module), False)
             if len(unit.modules_run) < len(unit.modules) and self._leave_registered(unit):
-                self._reads.module_ended(unit)
+                if unit.has_only_blocks:
+                    unit.register_sharded()
                 return
-            self._reads.all_have_run(unit)
+            if unit.has_only_blocks:
+                self._reads.all_have_run(unit)
             has_backward = any(unit.modules_run.values())
             unit.modules_run.clear()
         self._reshard_after_forward(unit, has_backward=has_backward)

@@ -82,6 +82,11 @@ class Unit:
         self.build_buckets()
 
     @property
+    def has_only_blocks(self) -> bool:
+        """True if all its modules have submodules."""
+        return all(module is None or any(module.children()) for module in (ref() for ref in self.modules))
+
+    @property
     def described(self) -> str:
         """Name of the unit for errors."""
         return repr(self.name or "<root>")
