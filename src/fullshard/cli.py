@@ -196,6 +196,7 @@ def plan(
     Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
     """
     from fullshard.errors import FullshardError
+    from fullshard.planning.dry_run import where
     from fullshard.train.planned import Question, answer, choices_of, measure
 
     choices = {
@@ -217,6 +218,8 @@ def plan(
             found.save(out)
     except (FullshardError, ValueError, OSError) as error:
         _fail(str(error).removeprefix("plan: "), "plan")
+    except (RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of the user's model
+        _fail(f"the model raised {type(error).__name__}: {error} ({where(error)})", "plan")
     typer.echo(found.table())
     raise typer.Exit(0 if found.fits else 1)
 

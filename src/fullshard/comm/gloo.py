@@ -218,7 +218,8 @@ class _Exchange:
         # As bytes, which gloo sends whatever they mean.
         messages = [_Message(tensors[index].view(torch.uint8), [index]) for index in alone]
         if joined:
-            memory = torch.empty(sum(sizes[index] for index in joined), dtype=torch.uint8, device="cpu")
+            device = tensors[joined[0]].device  # the CPU, or meta
+            memory = torch.empty(sum(sizes[index] for index in joined), dtype=torch.uint8, device=device)
             places = memory.split_with_sizes([sizes[index] for index in joined])
             copies = [(tensors[index].view(torch.uint8), place) for index, place in zip(joined, places, strict=True)]
             messages.append(_Message(memory, joined, copies))

@@ -55,6 +55,11 @@ def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
     """
     if ranks < 1:
         raise ValueError(f"calibrate: expected at least one rank, found {ranks}")
+    if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
+        raise FullshardError(
+            f"calibrate: expected at most {torch.accelerator.device_count()} ranks, as there are accelerators, found "
+            f"{ranks}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": str(_threads(ranks))}
         command = [sys.executable, "-m", _MODULE, folder, str(seconds), str(ranks)]
@@ -79,15 +84,20 @@ def _threads(ranks: int) -> int:
 
 def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
     end = time.monotonic() + TIME_LIMIT
-    for rank, process in enumerate(processes):
-        try:
-            _, said = process.communicate(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed:
+            break
+        if time.monotonic() > end:
+            late = [str(rank) for rank, process in enumerate(processes) if process.poll() is None]
             raise FullshardError(
-                f"calibrate: expected all ranks to be through in {TIME_LIMIT:.0f} s, rank {rank} is not; "
+                f"calibrate: expected all ranks to be through in {TIME_LIMIT:.0f} s, ranks {', '.join(late)} are not; "
                 "is the machine busy?"
-            ) from None
-        if process.returncode:
+            )
+        time.sleep(0.05)
+    for rank, process in enumerate(processes):
+        if process.poll():
+            _, said = process.communicate()
             last = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             raise FullshardError(f"calibrate: rank {rank} failed: {last}")
 

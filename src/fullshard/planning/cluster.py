@@ -27,6 +27,10 @@ GIB = 2**30
 EFFICIENCY: Mapping[str, float] = {"matmul": 0.7, "attention": 0.5, "memory": 0.8, "function": 0.7}
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 @dataclass(frozen=True)
 class Link:
     """What collectives cost among some ranks: ``latency + bytes / bandwidth``.
@@ -44,6 +48,11 @@ class Link:
     hop_latency: float = 0.0
     all_reduce_bandwidth: float = 0.0
     all_reduce_latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in dataclasses.asdict(self).items() if not _is_number(value)}
+        if wrong or not self.bandwidth:
+            raise ValueError(f"link: expected numbers of at least 0, and a bandwidth, found {wrong or self.bandwidth}")
 
 
 @dataclass(frozen=True)
@@ -94,18 +103,25 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = {"memory": self.memory, "bandwidth": self.bandwidth, "node": self.node}
-        wrong = {name: value for name, value in positive.items() if not value > 0}
+        positive = {"memory": self.memory, "bandwidth": self.bandwidth, "node": self.node, **self.flops}
+        wrong: dict[str, object] = {
+            name: value for name, value in positive.items() if not _is_number(value) or not value
+        }
+        others = ("op_seconds", "kernel_seconds", "unit_seconds", "contention", "bus", "calibrated")
+        wrong |= {name: getattr(self, name) for name in others if not _is_number(getattr(self, name))}
+        wrong |= {} if isinstance(self.node, int) else {"node": self.node}
+        wrong |= {} if self.backend in ("nccl", "gloo", "collective") else {"backend": self.backend}
         if wrong or not self.flops or self.device not in ("accelerator", "cpu"):
             raise ValueError(
                 f"cluster {self.name!r}: expected positive memory, bandwidth and node, flops by dtype, and a device "
                 f"that is 'accelerator' or 'cpu', found {wrong or dict(self.flops) or self.device!r}"
             )
-        unknown = set(self.efficiency) - set(EFFICIENCY)
-        if unknown or not 0 <= self.contention <= 1 or not all(share > 0 for share in self.efficiency.values()):
+        shares = self.efficiency if isinstance(self.efficiency, Mapping) else {"efficiency": self.efficiency}
+        unknown = {name: value for name, value in shares.items() if name not in EFFICIENCY or not _is_number(value)}
+        if unknown or not all(shares.values()) or self.contention > 1:
             raise ValueError(
                 f"cluster {self.name!r}: expected positive efficiencies of {', '.join(EFFICIENCY)} and a contention "
-                f"from 0 to 1, found {dict(self.efficiency)} and {self.contention}"
+                f"from 0 to 1, found {unknown or dict(shares)} and {self.contention}"
             )
 
     @property
@@ -164,9 +180,10 @@ def _interpolated(known: Mapping[int, Link], nodes: int) -> Link:
         return known[below]
     share = math.log(nodes / below) / math.log(above / below)
     first, last = known[below], known[above]
+    # Figures that one of them leaves out (0) are left out between them, too.
     return Link(
         *(
-            math.exp((1 - share) * math.log(max(a, 1e-12)) + share * math.log(max(b, 1e-12)))
+            math.exp((1 - share) * math.log(a) + share * math.log(b)) if a and b else 0.0
             for a, b in zip(dataclasses.astuple(first), dataclasses.astuple(last), strict=True)
         )
     )
@@ -215,6 +232,10 @@ def infiniband(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, name=f"{cluster.name}-infiniband", outer=outer, source=source)
 
 
+def _float8(flops: float) -> dict[str, float]:
+    return {"float8_e4m3fn": flops, "float8_e5m2": flops}
+
+
 def _nvlink(share: float = 1.0) -> Link:
     """Within a node, as measured on H100s, or a share of it."""
     return Link(share * 249.85e9, _LATENCY, 0.0, share * _REDUCED[1], _LATENCY)
@@ -228,14 +249,16 @@ def _gpu(name: str, memory: float, flops: Mapping[str, float], bandwidth: float,
 
 
 _SHEETS = "data sheets of NVIDIA, dense; collectives of 256 MB in a node and over nodes as published for AWS EFA"
+_HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, **_float8(1979e12)}
+_BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12, **_float8(4500e12)}
 _GPUS: Mapping[str, Cluster] = {
-    "h100": _gpu("h100", 79.1 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 3.35e12,
+    "h100": _gpu("h100", 79.1 * GIB, _HOPPER, 3.35e12,
                  _H100, _SHEETS),
-    "h200": _gpu("h200", 139.8 * GIB, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, 4.8e12,
+    "h200": _gpu("h200", 139.8 * GIB, _HOPPER, 4.8e12,
                  _H100, _SHEETS),
     "a100": _gpu("a100", 79.1 * GIB, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}, 2.04e12,
                  _nvlink(2 / 3), _SHEETS),
-    "b200": _gpu("b200", 178.4 * GIB, {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12}, 8e12,
+    "b200": _gpu("b200", 178.4 * GIB, _BLACKWELL, 8e12,
                  _nvlink(2), _SHEETS),
 }  # fmt: skip
 PRESETS: Mapping[str, Cluster] = {
@@ -281,6 +304,8 @@ def _from_table(name: str, table: dict[str, Any]) -> Cluster:
     if base is not None:
         if base not in PRESETS:
             raise ValueError(f"base: expected one of {', '.join(PRESETS)}, found {base!r}")
+        if isinstance(table.get("flops"), dict):
+            table["flops"] = {**PRESETS[base].flops, **table["flops"]}
         return dataclasses.replace(PRESETS[base], **{"name": name, **table})
     known: Sequence[str] = [each.name for each in dataclasses.fields(Cluster)]
     unknown = [key for key in table if key not in known]

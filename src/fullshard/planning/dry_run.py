@@ -10,6 +10,7 @@ of the engine is a change of all plans.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import sys
@@ -91,6 +92,7 @@ class Step:
         changes: Allocations and frees, with seconds since the begin of the step.
         trace: With segments and exposed communication of this rank.
         unknown: Operations without a rule, which were counted by the bytes that they read and write.
+        autocast: Whether the model uses ``torch.autocast``, which does nothing on the meta device.
         kinds: Seconds of operations by their kind; ``"shortest kernels"`` are those that have next to nothing to do.
     """
 
@@ -106,6 +108,7 @@ class Step:
     trace: Trace = field(repr=False)
     unknown: Sequence[str]
     kinds: Mapping[str, float]
+    autocast: bool
 
     def peaks(self) -> dict[str, int]:
         """Return the most bytes at a time in each phase of the step."""
@@ -139,6 +142,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._main = getattr(device, "current", None)
         self._operations: list[str] = []
         self._pending = self._issued = 0.0
+        self.autocasts: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -222,9 +226,36 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
         stack.enter_context(modelled_ranks(ranks, network, device=device))
         stack.enter_context(run.ledger.resizes())
         stack.enter_context(fused_kernels(on_cpu=on_host))
+        stack.enter_context(_noted_autocasts(run.autocasts))
         stack.enter_context(run)
-        stack.callback(setattr, PROGRESS, "traced", PROGRESS.traced)
+        for name in (
+            "traced",
+            "steps",
+            "phase",
+            "unit",
+            "events",
+            "launched",
+            "order",
+            "forwards",
+            "raised",
+            "waiting",
+        ):
+            stack.callback(setattr, PROGRESS, name, copy.copy(getattr(PROGRESS, name)))
         yield run
+
+
+@contextlib.contextmanager
+def _noted_autocasts(found: list[str]) -> Iterator[None]:
+    """Note the devices of ``torch.autocast`` that is entered."""
+    usual = torch.autocast.__enter__
+
+    def enter(self: torch.autocast) -> Any:
+        if getattr(self, "_enabled", True):
+            found.append(self.device)
+        return usual(self)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.autocast, "__enter__", enter):
+        yield
 
 
 def dry_run(
@@ -284,6 +315,7 @@ def dry_run(
             reserved_bytes([*sharded, *((each.storage, each.nbytes, each.stream) for each in ledger.changes[built:])]),
             ledger.peak(first), begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
             {kind: taken - kinds.get(kind, 0.0) for kind, taken in run.costs.kinds.items()},
+            bool(run.autocasts),
         )  # fmt: skip
 
 

@@ -91,7 +91,10 @@ def fused_kernels(*, on_cpu: bool) -> Iterator[None]:
     usual, usual_norm = F.scaled_dot_product_attention, F.rms_norm
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return (_fused if query.is_meta else usual)(query, key, value, *args, **kwargs)
+        mask = kwargs.get("attn_mask", args[0] if args else None)
+        learned = mask is not None and mask.requires_grad  # is several kernels anywhere
+        fused = query.is_meta and query.dim() == 4 and value.shape[-1] <= query.shape[-1] and not learned
+        return (_fused if fused else usual)(query, key, value, *args, **kwargs)
 
     def norm(
         input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
@@ -119,8 +122,11 @@ def _fused(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = attn_mask.to(query.dtype)
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    narrower = query.shape[-1] - value.shape[-1]  # as of latent attention, whose values are padded
+    if narrower > 0:
+        value = F.pad(value, (0, narrower))
     result: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return result
+    return result[..., :-narrower] if narrower > 0 else result
 
 
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import FullshardError
+from fullshard.frontend.arguments import default_mesh
 from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import Cluster, cluster_of
 from fullshard.planning.dry_run import Step, dry_run
@@ -44,6 +45,8 @@ class Plan(PlannedStep, ShardingPlan):
     def shard(self, model: nn.Module) -> nn.Module:
         """Shard a model as the plan says, over the ranks of the default process group.
 
+        Microbatches, and optimizer state in CPU memory, are left to the training loop; a warning says so.
+
         Args:
             model: The model that was planned, unsharded.
 
@@ -59,14 +62,17 @@ class Plan(PlannedStep, ShardingPlan):
                 f"plan: expected the planned model, {self.model} with {self.parameters:,} parameters, found "
                 f"{type(model).__name__} with {numel:,}"
             )
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks != self.ranks:
-            raise FullshardError(f"plan: expected a job of {self.ranks} ranks, as planned, found {ranks}; plan again")
-        where = next((parameter.device.type for parameter in model.parameters() if not parameter.is_meta), None)
-        if where is None:
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            where = "cpu" if accelerator is None else accelerator.type
-        return self.choices.shard(model, self.ranks, where)
+        mesh = default_mesh()
+        if mesh.size() != self.ranks:
+            raise FullshardError(
+                f"plan: expected a job of {self.ranks} ranks, as planned, found {mesh.size()}; plan again"
+            )
+        sharded = self.choices.shard(model, self.ranks, mesh.device_type)
+        left = [f"{self.choices.microbatches} microbatches"] * (self.choices.microbatches > 1)
+        left += ["fullshard.optim.offload(optimizer)"] * self.choices.offload_optimizer
+        if left:
+            warnings.warn(f"the plan also has {' and '.join(left)}, which are not the model's", stacklevel=3)
+        return sharded
 
     def save(self, folder: str | Path) -> None:
         """Write ``plan.json``, ``plan.txt`` and a picture, ``plan.png``, to a folder, which is made if necessary.
@@ -152,6 +158,15 @@ def plan(
         base, step, candidates = _searched(planner, base, fixed)
     else:
         step, candidates = planner.step(planner.model, base), ()
+    if step.autocast:
+        planner.assumed("torch.autocast in the model has no effect; choose mixed_precision instead")
+    group = ranks // base.replicas
+    if group > 1 and max(group, found.node) % min(group, found.node):
+        planner.assumed(f"all groups of {group} ranks lie on nodes of {found.node} as that of rank 0 does")
+    if base.microbatches > 1:
+        planner.assumed(
+            f"tensors whose first dimension is {planner.rows} are cut into {base.microbatches} microbatches"
+        )
     if step.unknown:
         planner.assumed(f"{', '.join(step.unknown)} take the time of the bytes that they read and write")
     kept = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}

@@ -85,8 +85,10 @@ class PlannedStep:
 
     @property
     def hfu(self) -> float:
-        """Floating-point operations of the step, recomputed ones too, over those that the device is specified with."""
-        return self.step.flops / self.step.seconds / max(self.cluster.flops.values())
+        """Floating-point operations of the step, recomputed ones too, over the device's in the dtype of computation."""
+        name = {"bf16": "bfloat16", "fp16": "float16"}.get(self.choices.mixed_precision or "", "float32")
+        flops = self.cluster.flops.get(name, max(self.cluster.flops.values()))
+        return self.step.flops / self.step.seconds / flops
 
     def code(self) -> str:
         """Return the lines of Python that shard a model so."""

@@ -29,6 +29,7 @@ __all__ = ["Candidate", "search"]
 GIB = 2**30
 SHORT = (4, 6)  # blocks of the two shorter models
 LEAST_GAIN = 0.02  # of a step: a smaller one is not worth a change, and less than plans are off by
+SAME = 0.05  # of a step: estimates that are further off are of blocks that differ
 SWEEPS = 2
 TRIES = 3  # searches, until what is recommended fits in a full run, too
 
@@ -86,7 +87,8 @@ class _Estimates:
         self._model, self._run, self._cluster = model, run, cluster
         self._found: dict[Choices, _Estimate] = {}
         self._more = 1.0  # bytes of a full run over those of its estimate
-        self._blocks = max((len(each.blocks) for each in repeated_blocks(ModuleTree(model))), default=0)
+        lists = repeated_blocks(ModuleTree(model))
+        self._blocks = len(lists[0].blocks) if len(lists) == 1 and _alike(lists[0].blocks) else 0
         self._shorter = [_shortened(model, count) for count in SHORT] if self._blocks > 2 * SHORT[1] else []
 
     def of(self, choices: Choices) -> _Estimate:
@@ -99,15 +101,25 @@ class _Estimates:
         found = self._found[choices]
         return dataclasses.replace(found, reserved=self._more * found.reserved)
 
-    def learn(self, choices: Choices, full: Step) -> None:
-        """Correct all estimates of memory by that of a full run."""
-        self._more *= max(1.0, self._bytes(full) / self.of(choices).reserved)
+    def learn(self, choices: Choices, full: Step) -> bool:
+        """Correct all estimates of memory by a full run. False if its time shows that blocks differ: then all are run.
+
+        Args:
+            choices: Those of the run.
+            full: The run.
+        """
+        found = self.of(choices)
+        if self._shorter and not found.error and abs(found.seconds / full.seconds - 1) > SAME:
+            self._shorter, self._found = [], {}
+            return False
+        self._more *= max(1.0, self._bytes(full) / found.reserved) if not found.error else 1.0
+        return True
 
     def _made(self, choices: Choices) -> _Estimate:
         if self._shorter:
             try:
                 few, more = (self._run(model, choices) for model in self._shorter)
-            except (IndexError, KeyError, AttributeError):  # a forward that asks for the blocks by their numbers
+            except Exception:  # a forward that asks for all of its blocks, such as by their numbers
                 self._shorter = []
             else:
                 return self._continued(few, more)
@@ -151,8 +163,7 @@ def search(
     for _ in range(TRIES):
         best = _fastest(base, axes, estimates)
         step = run(model, best)
-        estimates.learn(best, step)
-        if not estimates.of(best).lacking:
+        if estimates.learn(best, step) and not estimates.of(best).lacking:
             break
     if cluster.device != "cpu" and "mixed_precision" not in fixed:
         axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
@@ -215,6 +226,18 @@ def _verdict(other: Choices, best: Choices, found: _Estimate, ours: _Estimate) -
     if found.seconds > (1 + LEAST_GAIN) * ours.seconds:
         return "rejected: slower" if found.reserved >= ours.reserved else "slower, but with less memory"
     return "no gain in time" if found.reserved >= ours.reserved else "less memory, no gain in time"
+
+
+def _alike(blocks: Sequence[nn.Module]) -> bool:
+    """Whether all blocks have modules of the same classes and parameters of the same shapes."""
+    kinds = {
+        (
+            tuple((name, type(module)) for name, module in block.named_modules()),
+            tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in block.named_parameters()),
+        )
+        for block in blocks
+    }
+    return len(kinds) == 1
 
 
 def _shortened(model: nn.Module, count: int) -> nn.Module:
