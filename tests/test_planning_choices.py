@@ -25,6 +25,7 @@ from fullshard.planning import search as search_module
 from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import PRESETS, Cluster, Link, cluster_of, to_toml
 from fullshard.planning.simulation.clocks import HostDevice, Passage, SkippingClock
+from fullshard.progress import PROGRESS
 from fullshard.train import planned as planned_module
 from fullshard.train.planned import choices_of
 from ranks import Rank, on_ranks
@@ -86,14 +87,12 @@ def test_candidates_are_what_full_plans_say() -> None:
     assert found.candidates and [each.change for each in found.candidates] == sorted(c.change for c in found.candidates)
     for each in found.candidates:
         full = planned(choices=each.choices, search=False)
-        assert each.seconds == pytest.approx(full.step.seconds, rel=0.02), each.name
+        assert each.seconds == pytest.approx(full.step.seconds, rel=search_module.SAME), each.name
         assert each.reserved == pytest.approx(full.reserved_bytes, abs=64 * 2**20), each.name  # some segments
-        assert each.change == pytest.approx(full.step.seconds / found.step.seconds - 1, abs=0.03), each.name
+        assert each.change == pytest.approx(full.step.seconds / found.step.seconds - 1, abs=0.05), each.name
     assert "What one other choice would change" in found.table()
     names = " ".join(each.name for each in found.candidates)
-    assert (
-        "2 blocks per unit" in names and "50% of the blocks recomputed" in names and "no mixed precision" not in names
-    )
+    assert "per unit" in names and "50% of the blocks recomputed" in names and "reshard_after_forward=False" in names
 
 
 def test_a_search_leaves_what_is_given() -> None:
@@ -334,3 +333,86 @@ def test_functions_of_users(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, ["plan", f"{file}:{name}", "--ranks", "2", "--no-search", *options])
         assert done.exit_code == 2 and message in done.output.replace("\n", ""), (name, done.output)
+
+
+class Uneven(nn.Module):
+    """Blocks of two sizes in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Layer() for _ in range(7)), *(Big() for _ in range(7))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Big(Layer):
+    """Eight times wider inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32 * WIDTH), nn.Linear(32 * WIDTH, WIDTH)
+
+
+def test_blocks_that_differ_are_all_run() -> None:
+    """Neither blocks of other sizes, nor ones that take longer than they look, are estimated from a few."""
+    with torch.device("meta"):
+        model = Uneven()
+    found = planned(model, rows=256, choices={"replicas": 1, "microbatches": 1, "prefetch_bytes": None})
+    for each in found.candidates:
+        full = planned(model, rows=256, choices=each.choices, search=False)
+        assert each.seconds == pytest.approx(full.step.seconds, rel=1e-3), each.name
+
+
+def test_links_between_known_ones() -> None:
+    """A file without figures of all-reduces has them as other collectives, also between the numbers that it knows."""
+    outer = {2: Link(50e9, 1e-4), 16: Link(40e9, 1e-3)}
+    cluster = dataclasses.replace(PRESETS["h100"], outer=outer)
+    link = cluster.link(32)
+    assert (link.all_reduce_bandwidth, link.all_reduce_latency) == (0.0, 0.0) and 40e9 < link.bandwidth < 50e9
+    times = [
+        planned(ranks=ranks, cluster=cluster, search=False, choices={"replicas": ranks // 8}) for ranks in (16, 32)
+    ]
+    assert times[1].step.seconds < 3 * times[0].step.seconds
+    for wrong in ({"bandwidth": "fast"}, {"bandwidth": -1.0}, {"bandwidth": 1e9, "latency": float("nan")}):
+        with pytest.raises(ValueError, match="link: expected numbers of at least 0"):
+            Link(**wrong)
+    for name, value in {
+        "op_seconds": -1,
+        "node": 8.5,
+        "memory": float("inf"),
+        "backend": "foo",
+        "efficiency": 0.5,
+    }.items():
+        with pytest.raises(ValueError, match="expected"):
+            dataclasses.replace(PRESETS["h100"], **{name: value})
+
+
+def test_nothing_is_left_behind() -> None:
+    """What the process notes of its own training is as before, after a plan and after one that failed."""
+    before = {name: getattr(PROGRESS, name) for name in ("phase", "unit", "launched", "forwards", "raised")}
+    planned(stack(2), rows=8, search=False)
+    with pytest.raises(ValueError, match="multiple of replicas"):
+        planned(stack(2), rows=8, search=False, choices={"replicas": 3})
+    assert {name: getattr(PROGRESS, name) for name in before} == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_small_models_on_cpu_ranks() -> None:
+    """Small tensors that gloo joins in a message are planned, too; an autocast in the model is said to do nothing."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Cast(), nn.Linear(16, 16))
+    found = fullshard.plan(model, torch.empty(4, 16), ranks=2, cluster="cpu")
+    assert any("torch.autocast" in each for each in found.assumptions)

@@ -211,7 +211,7 @@ def plan(
         if calibrate is not None:
             typer.echo(measure(calibrate, ranks))
             if model is None:
-                raise typer.Exit(0)
+                return
         question = Question(model, ranks, calibrate or cluster, batch, global_batch, sequence, memory, given, search)
         found = answer(question)
         if out is not None:

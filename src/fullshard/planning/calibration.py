@@ -72,7 +72,9 @@ def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.wait()
+                assert process.stderr is not None
+                process.stderr.close()
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     return _cluster(found, ranks)
 
@@ -97,8 +99,8 @@ def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.05)
     for rank, process in enumerate(processes):
         if process.poll():
-            _, said = process.communicate()
-            last = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            assert process.stderr is not None
+            last = (process.stderr.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             raise FullshardError(f"calibrate: rank {rank} failed: {last}")
 
 
