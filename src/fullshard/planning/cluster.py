@@ -71,8 +71,6 @@ class Cluster:
         backend: ``"nccl"``, ``"gloo"``, or ``"collective"``: one whose collectives are launched one by one.
         op_seconds: Seconds of the host for an operation.
         kernel_seconds: Seconds that the shortest kernel takes.
-        unit_seconds: Seconds of the host for a unit, once in forward and once in backward. On an accelerator, the host
-            runs ahead.
         contention: Seconds of computation that a second of communication beside it costs, on CPUs.
         bus: Bytes per second between a device and its host, each way.
         calibrated: Ranks that measured the figures at the same time; 0: they were not measured.
@@ -95,7 +93,6 @@ class Cluster:
     backend: Literal["nccl", "gloo", "collective"] = "nccl"
     op_seconds: float = 5e-6
     kernel_seconds: float = 2e-6
-    unit_seconds: float = 0.0
     contention: float = 0.0
     bus: float = 50e9
     calibrated: int = 0
@@ -103,11 +100,11 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = {"memory": self.memory, "bandwidth": self.bandwidth, "node": self.node, **self.flops}
+        positive = {name: getattr(self, name) for name in ("memory", "bandwidth", "node", "bus")} | dict(self.flops)
         wrong: dict[str, object] = {
             name: value for name, value in positive.items() if not _is_number(value) or not value
         }
-        others = ("op_seconds", "kernel_seconds", "unit_seconds", "contention", "bus", "calibrated")
+        others = ("op_seconds", "kernel_seconds", "contention", "calibrated")
         wrong |= {name: getattr(self, name) for name in others if not _is_number(getattr(self, name))}
         wrong |= {} if isinstance(self.node, int) else {"node": self.node}
         wrong |= {} if self.backend in ("nccl", "gloo", "collective") else {"backend": self.backend}
