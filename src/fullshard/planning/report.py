@@ -20,7 +20,7 @@ _KIND_NAMES = {
 # Of plans beside runs, from docs/performance/planned.md.
 ERRORS = {
     "accelerator": "memory some 10 %; time some 10 % on one node, and on many what its network is not as assumed",
-    "cpu": "memory 1 %; time some 15 % after a calibration, else unknown",
+    "cpu": "memory 1 %; time some 10 % after a calibration, rather too short, else unknown",
 }
 
 
