@@ -44,7 +44,7 @@ class Candidate:
     Attributes:
         name: What differs, in words.
         choices: All of them.
-        seconds: Of a step, estimated.
+        seconds: Of a step, estimated; 0 if it cannot be run.
         reserved: Bytes that the caching allocator has reserved, estimated; allocated ones on a CPU.
         change: Seconds over those of the recommended choices, less 1.
         extra: Bytes beyond those of the recommended choices.
@@ -169,7 +169,7 @@ def search(
         axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
     ours = estimates.of(best)
     shown = [_candidate(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
-    return best, step, sorted(shown, key=lambda each: each.change)
+    return best, step, sorted(shown, key=lambda each: (not each.seconds, each.change))
 
 
 def _fastest(base: Choices, axes: _Axes, estimates: _Estimates) -> Choices:
@@ -213,7 +213,7 @@ def _candidate(other: Choices, best: Choices, found: _Estimate, ours: _Estimate,
     before, after = dict(best.names(ranks)), dict(other.names(ranks))
     name = next(words for which, words in after.items() if words != before[which])
     if found.error:
-        return Candidate(name, other, 0.0, 0.0, float("inf"), 0.0, f"cannot be run: {found.error}")
+        return Candidate(name, other, 0.0, 0.0, 0.0, 0.0, f"cannot be run: {found.error}")
     change, extra = found.seconds / ours.seconds - 1, found.reserved - ours.reserved
     return Candidate(name, other, found.seconds, found.reserved, change, extra, _verdict(other, best, found, ours))
 
