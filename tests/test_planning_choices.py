@@ -31,6 +31,8 @@ from fullshard.train.planned import choices_of
 from ranks import Rank, on_ranks
 
 WIDTH = 256
+# Leaves recomputation, microbatches and offloading to a search.
+FEW = {"replicas": 1, "prefetch_bytes": None, "blocks_per_unit": 1, "reshard_after_forward": None}
 
 
 class Layer(nn.Module):
@@ -69,21 +71,21 @@ def planned(model: nn.Module | None = None, rows: int = 4096, **options: Any) ->
 
 def test_a_search_saves_memory_only_as_needed() -> None:
     """What fits is not recomputed; with less memory it is, and if nothing fits, the least is recommended."""
-    free = planned()
+    free = planned(choices=FEW)
     assert free.fits and not free.choices.checkpoint_activations and free.choices.microbatches == 1
-    tight = planned(cluster=dataclasses.replace(PRESETS["h100"], memory=0.6 * free.reserved_bytes))
+    tight = planned(choices=FEW, cluster=dataclasses.replace(PRESETS["h100"], memory=0.6 * free.reserved_bytes))
     assert tight.fits and tight.reserved_bytes < 0.95 * 0.6 * free.reserved_bytes
     assert tight.step.seconds > free.step.seconds
     rejected = [each for each in tight.candidates if each.verdict.startswith("does not fit: 0.")]
     assert rejected and all(each.extra > 0 for each in rejected)
-    hopeless = planned(cluster=dataclasses.replace(PRESETS["h100"], memory=1e6))
+    hopeless = planned(choices=FEW, cluster=dataclasses.replace(PRESETS["h100"], memory=1e6))
     assert not hopeless.fits and hopeless.choices.checkpoint_activations == 1.0 and hopeless.choices.microbatches == 4
     assert "DOES NOT FIT into" in hopeless.table()
 
 
 def test_candidates_are_what_full_plans_say() -> None:
     """Estimates from a few blocks are those of all blocks, and their differences too; sorted by time."""
-    found = planned()
+    found = planned(choices={"microbatches": 1, "offload_optimizer": False})
     assert found.candidates and [each.change for each in found.candidates] == sorted(c.change for c in found.candidates)
     for each in found.candidates:
         full = planned(choices=each.choices, search=False)
@@ -287,7 +289,7 @@ def test_a_plan_needs_no_training_code() -> None:
 
 def test_estimates_are_corrected_by_a_full_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recommended fits in the full run, also if its estimate was far too small."""
-    free = planned()
+    free = planned(choices=FEW)
     small = dataclasses.replace(PRESETS["h100"], memory=0.7 * free.reserved_bytes / 0.95)
     usual = search_module._Estimates._continued
 
@@ -296,7 +298,7 @@ def test_estimates_are_corrected_by_a_full_run(monkeypatch: pytest.MonkeyPatch) 
         return dataclasses.replace(found, reserved=0.4 * found.reserved)
 
     monkeypatch.setattr(search_module._Estimates, "_continued", too_small)
-    found = planned(cluster=small)
+    found = planned(choices=FEW, cluster=small)
     assert found.fits and found.choices != free.choices
 
 
@@ -360,7 +362,7 @@ def test_blocks_that_differ_are_all_run() -> None:
     """Neither blocks of other sizes, nor ones that take longer than they look, are estimated from a few."""
     with torch.device("meta"):
         model = Uneven()
-    found = planned(model, rows=256, choices={"replicas": 1, "microbatches": 1, "prefetch_bytes": None})
+    found = planned(model, rows=256, choices={**FEW, "microbatches": 1})
     for each in found.candidates:
         full = planned(model, rows=256, choices=each.choices, search=False)
         assert each.seconds == pytest.approx(full.step.seconds, rel=1e-3), each.name

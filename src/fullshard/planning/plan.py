@@ -22,7 +22,7 @@ from fullshard.planning.cluster import Cluster, cluster_of
 from fullshard.planning.dry_run import Step, dry_run
 from fullshard.planning.planned_step import PlannedStep
 from fullshard.planning.report import draw, table
-from fullshard.planning.search import Candidate, search
+from fullshard.planning.search import Alternative, search
 from fullshard.wrap.plan import ShardingPlan
 
 __all__ = ["Plan", "plan"]
@@ -194,7 +194,9 @@ def plan(
     )
 
 
-def _searched(planner: _Planner, base: Choices, fixed: Mapping[str, Any]) -> tuple[Choices, Step, Sequence[Candidate]]:
+def _searched(
+    planner: _Planner, base: Choices, fixed: Mapping[str, Any]
+) -> tuple[Choices, Step, Sequence[Alternative]]:
     return search(planner.model, base, fixed, planner.step, planner.cluster, planner.ranks, planner.rows)
 
 

@@ -11,7 +11,7 @@ from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import Cluster
 from fullshard.planning.dry_run import Step
 from fullshard.planning.nearest import Published, nearest
-from fullshard.planning.search import Candidate
+from fullshard.planning.search import Alternative
 
 __all__ = ["PlannedStep"]
 
@@ -41,7 +41,7 @@ class PlannedStep:
     cluster: Cluster
     choices: Choices
     step: Step
-    candidates: Sequence[Candidate] = ()
+    candidates: Sequence[Alternative] = ()
     assumptions: Sequence[str] = field(default_factory=tuple)
 
     @property

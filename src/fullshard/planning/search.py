@@ -24,7 +24,7 @@ from fullshard.planning.dry_run import Step
 from fullshard.wrap.blocks import repeated_blocks
 from fullshard.wrap.tree import ModuleTree
 
-__all__ = ["Candidate", "search"]
+__all__ = ["Alternative", "search"]
 
 GIB = 2**30
 SHORT = (4, 6)  # blocks of the two shorter models
@@ -38,7 +38,7 @@ _Axes = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Alternative:
     """Choices that a search looked at, one of which differs from the recommended ones.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Estimates:
 
 def search(
     model: nn.Module, base: Choices, fixed: Mapping[str, Any], run: _Run, cluster: Cluster, ranks: int, rows: int
-) -> tuple[Choices, Step, Sequence[Candidate]]:
+) -> tuple[Choices, Step, Sequence[Alternative]]:
     """Find the fastest choices that fit.
 
     Args:
@@ -209,13 +209,13 @@ def _changes(choices: Choices, axes: _Axes) -> Iterator[Choices]:
                 yield dataclasses.replace(choices, **{name: value})
 
 
-def _candidate(other: Choices, best: Choices, found: _Estimate, ours: _Estimate, ranks: int) -> Candidate:
+def _candidate(other: Choices, best: Choices, found: _Estimate, ours: _Estimate, ranks: int) -> Alternative:
     before, after = dict(best.names(ranks)), dict(other.names(ranks))
     name = next(words for which, words in after.items() if words != before[which])
     if found.error:
-        return Candidate(name, other, 0.0, 0.0, 0.0, 0.0, f"cannot be run: {found.error}")
+        return Alternative(name, other, 0.0, 0.0, 0.0, 0.0, f"cannot be run: {found.error}")
     change, extra = found.seconds / ours.seconds - 1, found.reserved - ours.reserved
-    return Candidate(name, other, found.seconds, found.reserved, change, extra, _verdict(other, best, found, ours))
+    return Alternative(name, other, found.seconds, found.reserved, change, extra, _verdict(other, best, found, ours))
 
 
 def _verdict(other: Choices, best: Choices, found: _Estimate, ours: _Estimate) -> str:
