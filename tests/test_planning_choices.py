@@ -384,7 +384,6 @@ def test_links_between_known_ones() -> None:
     for name, value in {
         "op_seconds": -1,
         "node": 8.5,
-        "memory": float("inf"),
         "backend": "foo",
         "efficiency": 0.5,
     }.items():

@@ -208,9 +208,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/runtime.py",
-        "            if unit.has_only_blocks:\n",
-        "            if True:\n",
-        "A weight that is read between norm and head is not there in backward.",
+        "                if unit.has_only_blocks:\n                    unit.register_sharded()\n",
+        "",
+        "What runs between blocks of a unit can read weights that will be freed.",
         ("engine/test_groups.py",),
     ),
 ]

@@ -49,8 +49,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "planning/search.py",
-        "                distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])\n",
-        "                distance = (self._blocks - SHORT[1]) / (SHORT[1] - SHORT[0])\n",
+        "        distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])\n",
+        "        distance = (self._blocks - SHORT[1]) / (SHORT[1] - SHORT[0])\n",
         "Estimates of deep models are of two blocks fewer.",
         (_CHOICES,),
     ),
@@ -70,8 +70,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "planning/plan.py",
-        "        if ranks != self.ranks:\n",
-        "        if ranks > self.ranks:\n",
+        "        if mesh.size() != self.ranks:\n",
+        "        if mesh.size() > self.ranks:\n",
         "A plan of more ranks is applied without a word.",
         (_CHOICES,),
     ),

@@ -28,7 +28,7 @@ EFFICIENCY: Mapping[str, float] = {"matmul": 0.7, "attention": 0.5, "memory": 0.
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0  # which NaN is not
 
 
 @dataclass(frozen=True)
