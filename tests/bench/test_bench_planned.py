@@ -17,8 +17,8 @@ def test_memory_of_a_run() -> None:
     assert len(list(memory_cases())) == 40
     cases = [
         Case(512, GLOO_RANKS),
-        Case(512, FAKE_RANKS, "bf16", checkpoint=True),
-        Case(512, FAKE_RANKS, "bf16", replicas=2),
+        Case(512, FAKE_RANKS, checkpoint=True),  # bf16 takes minutes on processors without instructions for it
+        Case(512, FAKE_RANKS, replicas=2),
     ]
     cells = list(driver.compare(cases))
     for cell in cells:

@@ -173,7 +173,7 @@ def test_wrong_arguments_change_nothing(rank: Rank) -> None:
             {"mixed_precision": torch.half},
         ),
         (TypeError, "offload: expected bool or OffloadPolicy, found int", {"offload": 1}),
-        (TypeError, "checkpoint_activations: expected True, False, a share or a function", {"checkpoint_activations": "blocks"}),
+        (TypeError, "expected True, False, a share or a function", {"checkpoint_activations": "blocks"}),
         (TypeError, "found the class Linear", {"checkpoint_activations": nn.Linear}),
         (ValueError, "returned True for no module", {"checkpoint_activations": lambda module: False}),
         (ValueError, "reshard_after_forward: expected a divisor of the 2 ranks", {"reshard_after_forward": 3}),
