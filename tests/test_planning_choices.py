@@ -24,6 +24,7 @@ from fullshard.planning import calibration
 from fullshard.planning import search as search_module
 from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import PRESETS, Cluster, Link, cluster_of, to_toml
+from fullshard.planning.nearest import nearest
 from fullshard.planning.simulation.clocks import HostDevice, Passage, SkippingClock
 from fullshard.progress import PROGRESS
 from fullshard.train import planned as planned_module
@@ -31,8 +32,14 @@ from fullshard.train.planned import choices_of
 from ranks import Rank, on_ranks
 
 WIDTH = 256
-# Leaves recomputation, microbatches and offloading to a search.
-FEW = {"replicas": 1, "prefetch_bytes": None, "blocks_per_unit": 1, "reshard_after_forward": None}
+# Leaves recomputation and microbatches to a search.
+FEW = {
+    "replicas": 1,
+    "offload_optimizer": False,
+    "prefetch_bytes": None,
+    "blocks_per_unit": 1,
+    "reshard_after_forward": None,
+}
 
 
 class Layer(nn.Module):
@@ -76,24 +83,26 @@ def test_a_search_saves_memory_only_as_needed() -> None:
     tight = planned(choices=FEW, cluster=dataclasses.replace(PRESETS["h100"], memory=0.6 * free.reserved_bytes))
     assert tight.fits and tight.reserved_bytes < 0.95 * 0.6 * free.reserved_bytes
     assert tight.step.seconds > free.step.seconds
-    rejected = [each for each in tight.candidates if each.verdict.startswith("does not fit: 0.")]
+    rejected = [each for each in tight.alternatives if each.verdict.startswith("does not fit: 0.")]
     assert rejected and all(each.extra > 0 for each in rejected)
     hopeless = planned(choices=FEW, cluster=dataclasses.replace(PRESETS["h100"], memory=1e6))
     assert not hopeless.fits and hopeless.choices.checkpoint_activations == 1.0 and hopeless.choices.microbatches == 4
     assert "DOES NOT FIT into" in hopeless.table()
 
 
-def test_candidates_are_what_full_plans_say() -> None:
+def test_alternatives_are_what_full_plans_say() -> None:
     """Estimates from a few blocks are those of all blocks, and their differences too; sorted by time."""
     found = planned(choices={"microbatches": 1, "offload_optimizer": False})
-    assert found.candidates and [each.change for each in found.candidates] == sorted(c.change for c in found.candidates)
-    for each in found.candidates:
+    assert found.alternatives and [each.change for each in found.alternatives] == sorted(
+        c.change for c in found.alternatives
+    )
+    for each in found.alternatives:
         full = planned(choices=each.choices, search=False)
         assert each.seconds == pytest.approx(full.step.seconds, rel=search_module.SAME), each.name
         assert each.reserved == pytest.approx(full.reserved_bytes, abs=64 * 2**20), each.name  # some segments
         assert each.change == pytest.approx(full.step.seconds / found.step.seconds - 1, abs=0.05), each.name
     assert "What one other choice would change" in found.table()
-    names = " ".join(each.name for each in found.candidates)
+    names = " ".join(each.name for each in found.alternatives)
     assert "per unit" in names and "50% of the blocks recomputed" in names and "reshard_after_forward=False" in names
 
 
@@ -101,11 +110,11 @@ def test_a_search_leaves_what_is_given() -> None:
     """Given choices are not looked at, whatever their values; precision is shown and not chosen."""
     found = planned(choices={"replicas": 1, "checkpoint_activations": True})
     assert (found.choices.replicas, found.choices.checkpoint_activations) == (1, True)
-    assert not any("HSDP" in each.name or "recompu" in each.name for each in found.candidates)
-    half = next(each for each in found.candidates if each.choices.mixed_precision == "bf16")
+    assert not any("HSDP" in each.name or "recompu" in each.name for each in found.alternatives)
+    half = next(each for each in found.alternatives if each.choices.mixed_precision == "bf16")
     assert half.verdict == "not looked at: it changes results" and found.choices.mixed_precision is None
     everything = {field.name: field.default for field in dataclasses.fields(Choices)}
-    assert not planned(choices=everything).candidates
+    assert not planned(choices=everything).alternatives
 
 
 def test_a_model_that_cannot_be_shortened() -> None:
@@ -113,7 +122,7 @@ def test_a_model_that_cannot_be_shortened() -> None:
     with torch.device("meta"):
         model = ByNumber(14)
     found = planned(model, rows=64, choices={"replicas": 1, "microbatches": 1, "prefetch_bytes": None})
-    assert found.candidates and not any(each.verdict.startswith("cannot") for each in found.candidates)
+    assert found.alternatives and not any(each.verdict.startswith("cannot") for each in found.alternatives)
 
 
 def test_offloaded_optimizer_state() -> None:
@@ -144,7 +153,7 @@ def test_the_picture(tmp_path: Path) -> None:
     found.save(tmp_path / "new" / "folder")
     assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {"plan.json", "plan.txt", "plan.png"}
     stored = json.loads((tmp_path / "new" / "folder" / "plan.json").read_text())
-    assert [each["name"] for each in stored["candidates"]] == [each.name for each in found.candidates]
+    assert [each["name"] for each in stored["alternatives"]] == [each.name for each in found.alternatives]
     assert (tmp_path / "new" / "folder" / "plan.png").stat().st_size > 10_000
 
 
@@ -327,6 +336,10 @@ def test_functions_of_users(tmp_path: Path) -> None:
         "        return super().forward(x) if x.sum() > 0 else x\n\n\n"
         "def looks():\n    return Looks(8, 8), torch.empty(2, 8)\n"
     )
+    broken = tmp_path / "broken.py"
+    broken.write_text("def build(:\n")
+    done = CliRunner().invoke(app, ["plan", f"{broken}:build", "--ranks", "2"])
+    assert done.exit_code == 2 and "SyntaxError" in done.output  # 1 says that a step does not fit
     for name, options, message in (
         ("wrong", [], "raised ValueError: oops"),
         ("missing", [], "expected a function missing"),
@@ -363,7 +376,7 @@ def test_blocks_that_differ_are_all_run() -> None:
     with torch.device("meta"):
         model = Uneven()
     found = planned(model, rows=256, choices={**FEW, "microbatches": 1})
-    for each in found.candidates:
+    for each in found.alternatives:
         full = planned(model, rows=256, choices=each.choices, search=False)
         assert each.seconds == pytest.approx(full.step.seconds, rel=1e-3), each.name
 
@@ -391,13 +404,31 @@ def test_links_between_known_ones() -> None:
             dataclasses.replace(PRESETS["h100"], **{name: value})
 
 
+def test_nearest_published_run() -> None:
+    """The one of a like model on as many like GPUs; none for what nobody has published. Errors stand beside it."""
+    found = nearest(6_658_859_008, 128, 6 * 2048, "h100", 0.0)
+    assert found is not None and (found.text["model"], found.text["gpus"]) == ("MPT-7b", "128")
+    assert "MPT-7b on 128 h100_80gb, 6 x 2048 tokens, recomputation none: 10475 tokens/s" in str(found)
+    recomputed = nearest(12_853_954_560, 64, 16 * 2048, "h100", 1.0)
+    assert recomputed is not None and recomputed.text["activation_checkpointing"] == "full"
+    assert nearest(10**6, 2, 64, "h100", 0.0) is None and nearest(6_658_859_008, 128, 6 * 2048, "b300", 0.0) is None
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    for cluster, errors in (("h100", "memory some 10 %"), ("cpu", "memory 1 %")):
+        plan = fullshard.plan(model, tokens, ranks=2, cluster=cluster)
+        assert plan.tokens == 16 and plan.nearest is None and f"Errors: {errors}" in plan.table()
+
+
 def test_nothing_is_left_behind() -> None:
     """What the process notes of its own training is as before, after a plan and after one that failed."""
     before = {name: getattr(PROGRESS, name) for name in ("phase", "unit", "launched", "forwards", "raised")}
+    steps = PROGRESS.steps
     planned(stack(2), rows=8, search=False)
     with pytest.raises(ValueError, match="multiple of replicas"):
         planned(stack(2), rows=8, search=False, choices={"replicas": 3})
     assert {name: getattr(PROGRESS, name) for name in before} == before
+    assert PROGRESS.steps is steps
     assert not torch.distributed.is_initialized()
 
 

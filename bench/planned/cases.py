@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.models import GPT, Block, GPTShape
+from bench.models import GPT, Block, GPTShape, next_token_loss
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard.planning.cluster import Cluster
+from fullshard.planning.dry_run import Step, dry_run
 from fullshard.wrap import ModuleWrapPolicy
 
 GLOO_RANKS, FAKE_RANKS = 2, 64
@@ -124,3 +126,23 @@ def memory_cases() -> Iterator[Case]:
                 yield Case(width, ranks, precision, microbatches=8)
                 yield Case(width, ranks, precision, replicas=2)
                 yield Case(width, ranks, precision, front_end=FLAT)
+
+
+def plan_of(case: Case, cluster: Cluster, steps: int) -> Step:
+    """Plan a case: the last of so many steps.
+
+    Args:
+        case: A configuration.
+        cluster: The machine.
+        steps: As many as a run makes, if its optimizer state or its order of units matters.
+    """
+    shape = case.shape
+    tokens = torch.zeros(shape.tokens // shape.sequence, shape.sequence, dtype=torch.int64, device="meta")
+    return dry_run(
+        lambda: case.build("meta"),
+        lambda model: next_token_loss(model, (tokens, tokens)),
+        cluster=cluster,
+        ranks=case.ranks,
+        microbatches=case.microbatches,
+        steps=steps,
+    )

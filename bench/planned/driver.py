@@ -21,13 +21,12 @@ from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import Contestant
 from bench.environment import REPOSITORY
-from bench.models import next_token_loss
 from bench.planned import modelled, published, timed
-from bench.planned.cases import FAKE_RANKS, GLOO_RANKS, Case, memory_cases
+from bench.planned.cases import FAKE_RANKS, GLOO_RANKS, Case, memory_cases, plan_of
 from bench.statistics import spread
 from bench.teams import Launch, Teams
 from fullshard.planning.cluster import cluster_of
-from fullshard.planning.dry_run import Step, dry_run
+from fullshard.planning.dry_run import Step
 
 PAGE = REPOSITORY / "docs" / "performance" / "planned.md"
 TARGET, MOMENTS = 0.05, 38
@@ -51,15 +50,7 @@ def planned(case: Case) -> Step:
     """The plan of a case, on CPU ranks."""
     backend = "gloo" if case.ranks == GLOO_RANKS else "collective"
     cluster = dataclasses.replace(cluster_of("cpu"), backend=backend)
-    shape = case.shape
-    tokens = torch.zeros(shape.tokens // shape.sequence, shape.sequence, dtype=torch.int64, device="meta")
-
-    def loss(model: torch.nn.Module) -> torch.Tensor:
-        return next_token_loss(model, (tokens, tokens))
-
-    return dry_run(
-        lambda: case.build("meta"), loss, cluster=cluster, ranks=case.ranks, microbatches=case.microbatches, steps=3
-    )
+    return plan_of(case, cluster, steps=3)
 
 
 def compare(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:

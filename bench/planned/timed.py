@@ -10,33 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench import report
 from bench.contestants import Contestant
-from bench.models import next_token_loss
-from bench.planned.cases import TIMED_RANKS, Case, timed_cases
+from bench.planned.cases import TIMED_RANKS, plan_of, timed_cases
 from bench.teams import Launch, Teams
 from fullshard.planning.calibration import calibrate
-from fullshard.planning.cluster import Cluster
-from fullshard.planning.dry_run import Step, dry_run
 
 WORKER = "bench.planned.worker"
 STEPS, ROUNDS = 3, 5
 MEDIAN, RANK_CORRELATION, BEST = 0.12, 0.8, 0.05  # targets
-
-
-def predicted(case: Case, cluster: Cluster) -> Step:
-    """The plan of a case on a machine."""
-    shape = case.shape
-    tokens = torch.zeros(shape.tokens // shape.sequence, shape.sequence, dtype=torch.int64, device="meta")
-
-    def loss(model: torch.nn.Module) -> torch.Tensor:
-        return next_token_loss(model, (tokens, tokens))
-
-    return dry_run(
-        lambda: case.build("meta"), loss, cluster=cluster, ranks=case.ranks, microbatches=case.microbatches, steps=2
-    )
 
 
 def compare_times(rounds: int = ROUNDS) -> Iterator[dict[str, Any]]:
@@ -58,7 +40,7 @@ def compare_times(rounds: int = ROUNDS) -> Iterator[dict[str, Any]]:
                     steps = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
                     seconds[case.name].append(statistics.median(steps))
         for case in cases:
-            plans = [predicted(case, cluster).seconds for cluster in clusters]
+            plans = [plan_of(case, cluster, steps=2).seconds for cluster in clusters]
             cell = {"case": case.name, "ranks": ranks, "seconds": seconds[case.name], "planned": plans}
             cell["calibration_seconds"] = took
             print(f"{case.name}: {1e3 * _median(cell, 'seconds'):.0f} ms, planned {1e3 * _median(cell, 'planned'):.0f}")

@@ -218,7 +218,7 @@ def plan(
             found.save(out)
     except (FullshardError, ValueError, OSError) as error:
         _fail(str(error).removeprefix("plan: "), "plan")
-    except (RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of the user's model
+    except Exception as error:  # of the user's model: exit code 1 says that a step does not fit
         _fail(f"the model raised {type(error).__name__}: {error} ({where(error)})", "plan")
     typer.echo(found.table())
     raise typer.Exit(0 if found.fits else 1)

@@ -41,7 +41,7 @@ _SMALL, _LARGE = 4 * 1024, 8 * 1024 * 1024  # bytes of messages
 def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
     """Measure what operations and messages of this machine take, with so many ranks on it.
 
-    It takes some fifteen seconds, and at most a minute. The machine should have nothing else to do.
+    It takes 8 to 20 seconds on CPU ranks, and at most a minute. The machine should have nothing else to do.
 
     Args:
         ranks: Processes that measure at the same time. With accelerators: at most as many as there are.
@@ -140,10 +140,10 @@ class _Meter:
         self.device, self._ranks, self._seconds = device, ranks, seconds
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median seconds of a call, over parts of the time. Longer than the slices in which ranks that
-        share a core take turns: a single call may be over before its turn is.
+        """Return the median seconds of a call, over series of calls.
 
-        All ranks make as many calls, since they may send to each other.
+        A series is longer than the slices of time in which ranks that share a core take turns: a single call may be
+        over before its rank's turn is. All ranks make as many calls, since they may send to each other.
         """
         self._series(run, 1)
         trial = torch.tensor([self._series(run, 1)], dtype=torch.float64, device=self.device)
@@ -180,7 +180,7 @@ def _measured(ranks: int, seconds: float) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory": _memory(device),
         "flops": {name: _matmul(meter, getattr(torch, name), rows) for name in ("float32", "bfloat16")},
-        **_streaming(meter, rows),
+        **_streaming(meter, min(rows, 2048)),  # together larger than caches, and smaller than any accelerator's memory
         **_launches(meter),
     }
     fastest = found["flops"]["float32" if accelerator is None else "bfloat16"]
@@ -261,10 +261,11 @@ def _launches(meter: _Meter) -> dict[str, float]:
             y = y * 2.0
         y.backward(weight)  # type: ignore[no-untyped-call]
 
+    seconds = meter.seconds(few) / 40  # as many backwards
     begun = time.perf_counter()
     few()
-    host = time.perf_counter() - begun
-    seconds = meter.seconds(few) / 40  # as many backwards
+    host = time.perf_counter() - begun  # without waiting for the device
+    meter.synchronize()
     return {"op_seconds": min(seconds, host / 40), "kernel_seconds": seconds}
 
 

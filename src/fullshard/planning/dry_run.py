@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +51,8 @@ _KINDS = {
     "the end of backward": "gradients and workspace",
     "optimizer step": "optimizer state",
 }
+# What the process notes of its own training, and a dry run leaves as it was.
+_OWN_PROGRESS = ["traced", "steps", "phase", "unit", "events", "launched", "order", "forwards", "raised", "waiting"]
 _COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "pack_gradients")
 
 
@@ -228,19 +231,9 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
         stack.enter_context(fused_kernels(on_cpu=on_host))
         stack.enter_context(_noted_autocasts(run.autocasts))
         stack.enter_context(run)
-        for name in (
-            "traced",
-            "steps",
-            "phase",
-            "unit",
-            "events",
-            "launched",
-            "order",
-            "forwards",
-            "raised",
-            "waiting",
-        ):
-            stack.callback(setattr, PROGRESS, name, copy.copy(getattr(PROGRESS, name)))
+        for name in _OWN_PROGRESS:
+            value = getattr(PROGRESS, name)
+            stack.callback(setattr, PROGRESS, name, copy.copy(value) if isinstance(value, (list, deque)) else value)
         yield run
 
 
@@ -288,9 +281,8 @@ def dry_run(
     with _on(cluster, ranks) as run:
         model, optimizer = build()
         gc.collect()
-        sharded = [
-            (number, nbytes, 0) for number, nbytes in run.ledger.alive()
-        ]  # a model is not unsharded on the device if it is built on the meta device
+        # Only shards: a model that is built on the meta device is never on the device as a whole.
+        sharded = [(number, nbytes, 0) for number, nbytes in run.ledger.alive()]
         built = len(run.ledger.changes)
         for _ in range(steps):
             run.flush()

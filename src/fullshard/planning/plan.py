@@ -155,9 +155,9 @@ def plan(
         model, tree_map_only(Tensor, lambda t: t.detach().to("meta"), batch), ranks, found, loss, optimizer
     )
     if search:
-        base, step, candidates = _searched(planner, base, fixed)
+        base, step, alternatives = _searched(planner, base, fixed)
     else:
-        step, candidates = planner.step(planner.model, base), ()
+        step, alternatives = planner.step(planner.model, base), ()
     if step.autocast:
         planner.assumed("torch.autocast in the model has no effect; choose mixed_precision instead")
     group = ranks // base.replicas
@@ -189,7 +189,7 @@ def plan(
         found,
         base,
         step,
-        candidates,
+        alternatives,
         tuple(planner.assumptions),
     )
 

@@ -29,7 +29,7 @@ class PlannedStep:
         cluster: The machine.
         choices: How the model is sharded.
         step: What the dry run found.
-        candidates: What a search looked at beside these choices, and what would change; empty without a search.
+        alternatives: What a search looked at beside these choices, and what would change; empty without a search.
         assumptions: What was assumed, and may be otherwise.
     """
 
@@ -41,7 +41,7 @@ class PlannedStep:
     cluster: Cluster
     choices: Choices
     step: Step
-    candidates: Sequence[Alternative] = ()
+    alternatives: Sequence[Alternative] = ()
     assumptions: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -122,7 +122,7 @@ class PlannedStep:
                 "exposed": self.exposed_seconds,
                 "flops": self.step.flops,
             },
-            "candidates": [dataclasses.asdict(each) for each in self.candidates],
+            "alternatives": [dataclasses.asdict(each) for each in self.alternatives],
             "nearest": None if self.nearest is None else dict(self.nearest.text),
             "assumptions": list(self.assumptions),
         }

@@ -26,7 +26,7 @@ ERRORS = {
 
 def table(plan: PlannedStep) -> str:
     """Return memory and time of a plan, and what other choices would change, as text."""
-    return "\n".join([*_head(plan), "", *_memory(plan), "", *_time(plan), *_candidates(plan), *_notes(plan)])
+    return "\n".join([*_head(plan), "", *_memory(plan), "", *_time(plan), *_alternatives(plan), *_notes(plan)])
 
 
 def place(plan: PlannedStep) -> str:
@@ -87,11 +87,11 @@ def _time(plan: PlannedStep) -> Iterator[str]:
         yield f"{1e3 * sum(each.seconds for each in rest):>10.2f}    {len(rest)} others"
 
 
-def _candidates(plan: PlannedStep) -> Iterator[str]:
-    if plan.candidates:
+def _alternatives(plan: PlannedStep) -> Iterator[str]:
+    if plan.alternatives:
         yield ""
         yield "What one other choice would change (estimated)"
-    for each in plan.candidates:
+    for each in plan.alternatives:
         figures = f"{100 * each.change:>+8.1f} % {each.extra / GIB:>+8.2f} GiB" if each.seconds else " " * 23
         yield f"{figures}  {each.name}: {each.verdict}"
 

@@ -120,7 +120,7 @@ class _Estimates:
             try:
                 few, more = (self._run(model, choices) for model in self._shorter)
             except Exception:  # a forward that asks for all of its blocks, such as by their numbers
-                self._shorter = []
+                self._shorter, self._found = [], {}
             else:
                 return self._continued(few, more)
         step = self._run(self._model, choices)
@@ -168,7 +168,7 @@ def search(
     if cluster.device != "cpu" and "mixed_precision" not in fixed:
         axes["mixed_precision"] = ("bf16", None)  # shown only: it changes results
     ours = estimates.of(best)
-    shown = [_candidate(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
+    shown = [_alternative(other, best, estimates.of(other), ours, ranks) for other in _changes(best, axes)]
     return best, step, sorted(shown, key=lambda each: (not each.seconds, each.change))
 
 
@@ -209,7 +209,7 @@ def _changes(choices: Choices, axes: _Axes) -> Iterator[Choices]:
                 yield dataclasses.replace(choices, **{name: value})
 
 
-def _candidate(other: Choices, best: Choices, found: _Estimate, ours: _Estimate, ranks: int) -> Alternative:
+def _alternative(other: Choices, best: Choices, found: _Estimate, ours: _Estimate, ranks: int) -> Alternative:
     before, after = dict(best.names(ranks)), dict(other.names(ranks))
     name = next(words for which, words in after.items() if words != before[which])
     if found.error:

@@ -183,8 +183,8 @@ def _imported(name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except (ImportError, OSError) as error:
-        raise FullshardError(f"plan: cannot import {name}: {error}") from None
+    except Exception as error:  # whatever the user's code raises
+        raise FullshardError(f"plan: cannot import {name}: {type(error).__name__}: {error} ({where(error)})") from error
 
 
 def _hugging_face(path: Path) -> nn.Module:
