@@ -99,7 +99,16 @@ def test_a_search_saves_memory_only_as_needed() -> None:
 def test_alternatives_are_what_full_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates from a few blocks are those of all blocks, and their differences too; sorted by time."""
     monkeypatch.setattr(search_module, "SHORT", (4, 6))
+    confirmed = []
+    usual = search_module._Estimates.learn
+
+    def learn(self: Any, choices: Any, full: Any) -> bool:
+        confirmed.append(usual(self, choices, full))
+        return confirmed[-1]
+
+    monkeypatch.setattr(search_module._Estimates, "learn", learn)
     found = planned(stack(14), choices={"microbatches": 1, "offload_optimizer": False})
+    assert confirmed == [True]  # else all blocks were run for each alternative
     assert found.alternatives and [each.change for each in found.alternatives] == sorted(
         c.change for c in found.alternatives
     )
