@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 UNSHARDED, DDP, FSDP1, FSDP2, FULLSHARD = "unsharded", "ddp", "fsdp1", "fsdp2", "fullshard"
+RAGGED = "fullshard-ragged"  # fullshard with layout="ragged"
 FSDP1_FLAT, WRAPPER, WRAPPER_FLAT = "fsdp1-flat", "fullshard-wrapper", "fullshard-wrapper-flat"
 OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 # Where each finds its fully_shard and the policies that go with it.
@@ -65,6 +66,7 @@ GOVERNED_VARIABLES = (
     "MALLOC_ARENA_MAX",
     "GLIBC_TUNABLES",
     *NOT_KEPT,
+    "FULLSHARD_LAYOUT",
 )
 
 # The end of a wrapper's name, and the member of BackwardPrefetch that it passes.
@@ -105,6 +107,7 @@ def _contestants() -> Iterator[Contestant]:
         for name in PREFETCHES if system in WRAPPING else ():
             with_prefetch = None if peer is None else f"{peer}-{name}"
             yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
+    yield Contestant(RAGGED, FULLSHARD, {"FULLSHARD_LAYOUT": "ragged"}, peer=FSDP2)
     yield Contestant(TWO_KEPT, FSDP2, peer=FSDP2, kept=KEPT_MEBIBYTES, keep_last=KEPT_UNITS)
 
 

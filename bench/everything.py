@@ -64,7 +64,7 @@ def _stage(name: str, minutes: float, rounds: int | None = None, arguments: str 
     return Stage(name, arguments, minutes, (result or name,), rounds)
 
 
-MODES = ("bf16", "hsdp", "accumulation", "offload")
+MODES = ("bf16", "hsdp", "accumulation", "offload", "ragged")
 WRAPPER = ("step", "accumulation", "summon", "summon_writeback", "prefetch")
 # The most important first; what needs gloo ranks before what one process does.
 STAGES = (

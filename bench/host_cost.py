@@ -19,6 +19,7 @@ steps. All have the same implementation of AdamW, ``foreach=True``; torch's defa
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,11 +36,13 @@ from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import (
+    CONTESTANTS,
     FSDP1,
     FSDP1_FLAT,
     FSDP2,
     FULLSHARD,
     PEER_WITH_SAME_FLAG,
+    RAGGED,
     UNSHARDED,
     WRAPPER,
     WRAPPER_FLAT,
@@ -54,7 +57,7 @@ from fullshard.comm import NcclTransport
 
 TITLE = "Host time per unit"
 PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
+SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
@@ -62,7 +65,7 @@ TINY, DIRECT = "tiny units", "nine direct parameters"
 # What fullshard may cost of FSDP2, by model and figure.
 TARGETS = {(TINY, "forward_backward"): 0.25, (DIRECT, "forward_backward"): 0.35, (TINY, "step"): 0.30}
 # Who runs the second model.
-OF_DIRECT = (PLAIN, FSDP2, FULLSHARD)
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED)
 PARAMETERS, WIDTH = 9, 16
 
 Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
@@ -107,7 +110,9 @@ class Runner:
         self.device, self.steps = torch.device(device), options.steps_per_round
         model = tiny_units(options.units) if kind == TINY else nn.Sequential(*map(Nine, range(options.direct_units)))
         self.inputs = torch.randn(1, WIDTH).to(self.device)
-        self.model: nn.Module = distribute(system, model.to(self.device), type(model[0]), self.device)
+        contestant = CONTESTANTS[system]
+        with mock.patch.dict(os.environ, contestant.environment):
+            self.model: nn.Module = distribute(contestant.system, model.to(self.device), type(model[0]), self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         for _ in range(options.warmup_steps):
             self.step()

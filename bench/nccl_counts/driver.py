@@ -9,11 +9,11 @@ from typing import Any
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import CONTESTANTS, FSDP2, FULLSHARD, UNSHARDED
+from bench.contestants import CONTESTANTS, FSDP2, FULLSHARD, RAGGED, UNSHARDED
 from bench.nccl_counts.blocks import CONFIGURATIONS
 from bench.teams import Launch, ask_alone
 
-SYSTEMS = (UNSHARDED, FSDP2, FULLSHARD)
+SYSTEMS = (UNSHARDED, FSDP2, FULLSHARD, RAGGED)
 WORKER = "bench.nccl_counts.worker"
 TIMEOUT = 300.0
 MEGABYTE = 1e6
@@ -127,7 +127,8 @@ def count(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
     for configuration in options.configuration or CONFIGURATIONS:
         counts = {}
         for system in SYSTEMS:
-            launch = Launch.alone(CONTESTANTS[system], WORKER, system=system, device=options.device)
+            contestant = CONTESTANTS[system]
+            launch = Launch.alone(contestant, WORKER, system=contestant.system, device=options.device)
             answer = ask_alone(launch, TIMEOUT, "count", configuration=configuration)
             if "failure" in answer:
                 failures[f"{system}, {configuration}"] = answer["failure"]
@@ -139,10 +140,10 @@ def count(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A row per count, and a pair of columns per configuration."""
+    """A row per count, and a column per contestant and configuration."""
     header, rows = ["per block"], []
     for configuration in found:
-        header += [f"{configuration}: {FSDP2}", FULLSHARD]
+        header += [f"{configuration}: {FSDP2}", FULLSHARD, RAGGED]
     for row in ROWS:
         cells = [report.cell(found[each].get(s, {}).get(row.name), row.spec) for each in found for s in SYSTEMS[1:]]
         if set(cells) != {"-"}:

@@ -4,6 +4,7 @@
 ``hsdp``          a (2, 2) mesh: sharded over pairs, replicated over two of them, 4 ranks
 ``accumulation``  8 microbatches a step, gradients exchanged in the last only, 2 ranks; FSDP1 as well
 ``offload``       shards, gradients and optimizer state under the CPU offload policy, 2 ranks
+``ragged``        fp32, with both of fullshard's layouts, 2 ranks
 
 Contestants take turns as in ``step``: ratios are paired per round, and a run whose losses disagree reports no times.
 Beside time and memory stands what a rank sends per step, counted by the kernel. The page has the latest results of
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, OFFLOAD, WITHOUT_OURS, with_setting
+from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, OFFLOAD, RAGGED, WITHOUT_OURS, with_setting
 from bench.report import column, mebibytes
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
@@ -42,6 +43,7 @@ MODES = (
         steps_per_round=1,
     ),
     Measurement(OFFLOAD, "CPU offload policy, not pinned", NAMES),
+    Measurement("ragged", "fp32, both layouts of fullshard", (*NAMES, RAGGED)),
 )
 
 
@@ -59,7 +61,7 @@ BENCHMARK = Benchmark(
         FINAL_LOSS,
     ),
     panel=("step time / FSDP2", "time_ratio_to_fsdp2"),
-    shown=(FULLSHARD,),
+    shown=(FULLSHARD, RAGGED),
     title="The modes",
     notes=lambda results: NOTES,
 )

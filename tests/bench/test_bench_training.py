@@ -95,7 +95,7 @@ def test_peers_get_every_setting_of_ours() -> None:
 
 
 def test_allocator_settings_of_the_caller_reach_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes are started with the same environment, but for the contestants of ours without the setting."""
+    """All processes are started with the same environment, but for ours without the setting, or in another layout."""
     for name in GOVERNED_VARIABLES:
         monkeypatch.setenv(name, "1")
     environments = {name: process_environment(contestant, threads=1) for name, contestant in CONTESTANTS.items()}
@@ -103,7 +103,8 @@ def test_allocator_settings_of_the_caller_reach_nobody(monkeypatch: pytest.Monke
     assert not set(GOVERNED_VARIABLES) & set(common) and common["OMP_NUM_THREADS"] == "1"
     for name, found in environments.items():
         without = name.startswith("fullshard") and name.endswith("-malloc")
-        assert found == (common | {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if without else common)
+        own = {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if without else {}
+        assert found == common | own | ({"FULLSHARD_LAYOUT": "ragged"} if name == "fullshard-ragged" else {}), name
 
 
 def allocator_settings(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:

@@ -27,12 +27,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, starmap
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.layout.per_parameter import is_dense
@@ -186,13 +187,13 @@ class StepPlan:
     def _local(self, all_gradients: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
         """Return the members' local gradients, given the gradients of all parameters, and how they lie."""
         found: list[Any] = [all_gradients[index] for index in self._indices]
-        gradients: list[Any] = [g._local_tensor if type(g) is DTensor else g for g in found]
+        gradients: list[Any] = [g._local_tensor if type(g) in SHARDED_TYPES else g for g in found]
         addresses = list(map(_address_of, gradients))
         layout = [
             list(map(_address_of, self._shards)),
             list(map(_requires_grad_of, self._parameters)),
             list(map(type, gradients)),
-            [g._spec if type(g) is DTensor else None for g in found],
+            [g._spec if type(g) in SHARDED_TYPES else None for g in found],
             list(map(_dtype_of, gradients)),
             list(map(_stride_of, gradients)),
             list(map(operator.eq, map(operator.sub, addresses[1:], addresses), self._distances)),
@@ -315,10 +316,11 @@ def _local_shards(
 
     Plain parameters are returned only if they are placed in a shard buffer, where they may be adjacent to others.
     """
-    if type(parameter) is DTensor:
-        if type(gradient) is not DTensor or not _same_placement(gradient, parameter):
+    if isinstance(parameter, DTensor) and type(parameter) in SHARDED_TYPES:
+        same_type = isinstance(gradient, DTensor) and type(gradient) is type(parameter)
+        if not same_type or not _same_placement(cast("DTensor", gradient), parameter):
             return None
-        local, gradient = parameter._local_tensor, gradient._local_tensor
+        local, gradient = parameter._local_tensor, local_of(gradient)
     elif type(parameter) is nn.Parameter and is_placed and parameter.dim():  # 0-D: its state looks like scalars
         local = parameter.detach()
     else:
@@ -345,10 +347,13 @@ def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _has_local_state(member: Member) -> bool:
-    """Return True if all of the member's state is available as plain tensors."""
-    return member.state is None or all(
-        member.is_elementwise(entry) or not isinstance(entry, DTensor) for entry in member.state.values()
-    )
+    """Return True if all of the member's state is there for local tensors: as their elements, or as numbers.
+
+    Another plain tensor may be the state of the unsharded parameter, of which a fused kernel would take the beginning.
+    """
+    entries = [] if member.state is None else [e for e in member.state.values() if isinstance(e, torch.Tensor)]
+    plain_number = (not isinstance(entry, DTensor) and not entry.dim() for entry in entries)
+    return all(number or member.is_elementwise(entry) for number, entry in zip(plain_number, entries, strict=True))
 
 
 def _describe(member: Member, scalars: Mapping[int, float]) -> list[Any]:
