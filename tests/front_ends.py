@@ -1,4 +1,4 @@
-"""The three front ends as tests see them, and the unsharded training that sharded models are compared with.
+"""The front ends as tests see them, ``fully_shard`` with each layout, and the unsharded training to compare with.
 
 A test of behavior that they share takes a ``front_end: FrontEnd`` (see ``each_front_end`` and ``pairwise``) and asks
 it to wrap, to stop synchronizing, or for options in its own words. What is the same in all, such as full parameters
@@ -32,6 +32,7 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import base
 from fullshard.engine.ownership import nested_units
+from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.engine.states import Phase
 from fullshard.wrap import ModuleWrapPolicy
 from models import Block, LossOf, reference_backward, square_loss
@@ -50,7 +51,7 @@ HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """A way to shard a model: composable, or the wrapper with original or with flat parameters."""
+    """A way to shard a model: composable, with either layout, or the wrapper with original or with flat parameters."""
 
     name: str
 
@@ -60,7 +61,7 @@ class FrontEnd:
     @property
     def composable(self) -> bool:
         """Whether it is ``fully_shard`` (and ``replicate``), whose parameters are DTensors."""
-        return self.name == "composable"
+        return self.name in ("composable", "ragged")
 
     @property
     def flat(self) -> bool:
@@ -96,12 +97,13 @@ class FrontEnd:
             setattr(holder, name, shard(holder.get_submodule(name)))
         return shard(model)
 
-    @staticmethod
-    def _composed(strategy: str, mesh: Any, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
+    def _composed(self, strategy: str, mesh: Any, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
         if strategy == "NO_SHARD":
             return lambda module: replicate(module, mesh=mesh, **options)
         if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
             options.setdefault("reshard_after_forward", False)
+        if self.name == "ragged":
+            options = {"layout": "ragged", "granularity": "row", **options}
         return lambda module: fully_shard(module, mesh=mesh, **options)
 
     def _wrapped(self, strategy: str, mesh: Any, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
@@ -153,8 +155,8 @@ class FrontEnd:
         return found.full_tensor() if isinstance(found, DTensor) else found
 
 
-COMPOSABLE, ORIGINAL, FLAT = (FrontEnd(name) for name in ("composable", "original", "flat"))
-FRONT_ENDS = (COMPOSABLE, ORIGINAL, FLAT)
+COMPOSABLE, ORIGINAL, FLAT, RAGGED = (FrontEnd(name) for name in ("composable", "original", "flat", "ragged"))
+FRONT_ENDS = (COMPOSABLE, ORIGINAL, FLAT, RAGGED) if DISPATCHES_SUBCLASSES else (COMPOSABLE, ORIGINAL, FLAT)
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS, ids=str)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, replicate
+from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from ranks import Rank
 
 Values = dict[str, Any]
@@ -50,11 +51,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def _fully(rank: Rank, model: Model, *shape: int) -> nn.Module:
+def _fully(rank: Rank, model: Model, *shape: int, **options: Any) -> nn.Module:
     mesh = rank.make_mesh(*shape, names=("replicate", "shard")) if shape else rank.mesh
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def _wrapped(rank: Rank, model: Model, **options: Any) -> nn.Module:
@@ -74,6 +75,8 @@ KINDS: dict[str, Callable[[Rank, Model], nn.Module]] = {
     "ddp": lambda rank, model: nn.parallel.DistributedDataParallel(model),
     "fully_shard": _fully,
     "hybrid": lambda rank, model: _fully(rank, model, 2, rank.world_size // 2),
+    "ragged": lambda rank, model: _fully(rank, model, layout="ragged"),
+    "ragged rows": lambda rank, model: _fully(rank, model, 2, rank.world_size // 2, layout="ragged", granularity="row"),
     "replicate": lambda rank, model: replicate(model, mesh=rank.mesh),
     "flat": lambda rank, model: _wrapped(rank, model),
     "original": lambda rank, model: _wrapped(rank, model, use_orig_params=True),
@@ -84,6 +87,10 @@ KINDS: dict[str, Callable[[Rank, Model], nn.Module]] = {
     ),
     "mixture": _mixture,
 }
+
+
+if not DISPATCHES_SUBCLASSES:
+    del KINDS["ragged"], KINDS["ragged rows"]
 
 
 def build(rank: Rank, kind: str, seed: int = 0) -> nn.Module:

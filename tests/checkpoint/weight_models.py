@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
+from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 
@@ -92,11 +93,16 @@ FORMS: dict[str, Callable[[Rank, nn.Module], nn.Module]] = {
     "fully_shard": _fully,
     "one unit": lambda rank, model: fully_shard(model, mesh=rank.mesh),
     "columns": _cut_elsewhere,
+    "ragged": lambda rank, model: fully_shard(model, mesh=rank.mesh, layout="ragged", granularity=2),
     "hybrid": _hybrid,
     "wrapper": _wrapped,
     "wrapper, original": lambda rank, model: _wrapped(rank, model, use_orig_params=True),
     "wrapper, replicated": lambda rank, model: _wrapped(rank, model, sharding_strategy=ShardingStrategy.NO_SHARD),
 }
+
+
+if not DISPATCHES_SUBCLASSES:
+    del FORMS["ragged"]
 
 
 def form(name: str, rank: Rank, model: nn.Module) -> nn.Module:

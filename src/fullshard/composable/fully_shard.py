@@ -14,6 +14,7 @@ from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_cl
 from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
+    GranularityChoice,
     Place,
     PlacementFunction,
     check_instance,
@@ -23,6 +24,7 @@ from fullshard.frontend.arguments import (
     placer,
     root_modules,
     shard_mesh_for,
+    sharding_format,
     warn_if_unpinned,
 )
 from fullshard.frontend.collection import collection_paused
@@ -45,6 +47,8 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    layout: str | None = ...,
+    granularity: GranularityChoice = ...,
     policy: Policy | PolicyFunction | WrapPlan | WrapTargets | None = ...,
 ) -> FSDPModule: ...
 
@@ -60,6 +64,8 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    layout: str | None = ...,
+    granularity: GranularityChoice = ...,
     policy: None = ...,
 ) -> list[FSDPModule]: ...
 
@@ -74,6 +80,8 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    layout: str | None = None,
+    granularity: GranularityChoice = "element",
     policy: Policy | PolicyFunction | WrapPlan | WrapTargets | ShardingPlan | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
@@ -107,6 +115,14 @@ def fully_shard(
             CPU memory. None: no offloading.
         ignored_params: Parameters that are not sharded, moved or reduced.
         dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``.
+        layout: "per_parameter": each parameter is cut over the ranks by itself. "ragged": all parameters of the unit
+            lie in one buffer that is cut into equal slices, so that one collective without copies all-gathers them;
+            each is a ``RaggedDTensor``. DTensors, tensor subclasses with all-gather hooks, and parameters for which
+            ``shard_placement_fn`` chooses another dim, are still cut one by one. None: what ``FULLSHARD_LAYOUT`` in the
+            environment says, else "per_parameter". "ragged" needs torch 2.12.
+        granularity: Where the ragged layout may cut a parameter: "element" (anywhere), "row" (between indices of dim
+            0), an int (between blocks of so many rows), "parameter" (nowhere), or a function that returns one of these
+            for an FQN and a parameter.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
             arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Or
             what ``fullshard.plan`` returns, which also says what the arguments above are. Only for one module, not for
@@ -154,6 +170,8 @@ def fully_shard(
             "offload_policy": offload_policy,
             "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
+            "layout": layout,
+            "granularity": granularity,
         }
         if isinstance(policy, ShardingPlan):
             return _planned(api, module, policy, arguments)
@@ -161,7 +179,8 @@ def fully_shard(
             _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
-    place, policy_of_unit = placer(api, ranks, shard_placement_fn), _policy(api, mp_policy, offload_policy)
+    place = placer(api, ranks, shard_placement_fn)
+    policy_of_unit = _policy(api, mp_policy, offload_policy)._replace(form=sharding_format(api, layout, granularity))
     _shard(api, modules, ranks, place, policy_of_unit, reshard, ignored_params, FSDPModule)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
@@ -243,7 +262,12 @@ def replicate(
 
 def _planned(api: str, module: nn.Module | Sequence[nn.Module], plan: ShardingPlan, arguments: dict[str, Any]) -> Any:
     """Shard a model as a plan says, which says what all arguments are."""
-    usual = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy(), "ignored_params": []}
+    usual = {
+        "mp_policy": MixedPrecisionPolicy(),
+        "offload_policy": OffloadPolicy(),
+        "ignored_params": [],
+        "granularity": "element",
+    }
     given = [name for name, value in arguments.items() if value is not None and value != usual.get(name)]
     if given or not isinstance(module, nn.Module):
         raise ValueError(
@@ -295,6 +319,7 @@ def check_plan(api: str, plan: WrapPlan, arguments: dict[str, Any]) -> None:
         ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
         check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
         _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
+        sharding_format(api, entry.kwargs.get("layout"), entry.kwargs.get("granularity", "element"))
 
 
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import clip_grad
 
+from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.optim.norms import clip_grads_with_norm_, get_total_norm
 
 __all__ = ["MODULE", "replaced_functions"]
@@ -64,7 +65,7 @@ def _all_sharded(gradients: Iterable[torch.Tensor]) -> bool:
         return False
     specs: dict[int, DTensorSpec] = {}  # many gradients have the same
     for gradient in found:
-        if type(gradient) is not DTensor:
+        if not isinstance(gradient, DTensor) or type(gradient) not in SHARDED_TYPES:
             return False
         specs[id(gradient._spec)] = gradient._spec
     if any(placement.is_partial() for spec in specs.values() for placement in spec.placements):

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd import Function, Variable
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fullshard.engine.containers import iterate_tensors, map_tensors, tensors_within
@@ -43,6 +44,7 @@ __all__ = [
     "after_accumulation",
     "begin_saved_tensor_hooks",
     "current_backward",
+    "differentiable",
     "end_saved_tensor_hooks",
     "in_backward",
     "may_hook_saved_tensors",
@@ -132,6 +134,29 @@ class _Boundary(Function):
 # Function.apply searches every argument for functorch wrappers, which costs more than the rest; register_post_backward
 # has checked that there are none.
 _pass_boundary: Callable[..., Any] = super(Function, _Boundary).apply
+
+
+class _Differentiable(Function):
+    """A function of one tensor with a backward given by another function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, forward: Callable[[torch.Tensor], Any], backward: Callable[[Any], torch.Tensor]
+    ) -> Any:
+        ctx.backward_of_value = backward
+        return forward(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor, None, None]:
+        return ctx.backward_of_value(gradient), None, None
+
+
+def differentiable(
+    value: torch.Tensor, forward: Callable[[torch.Tensor], Any], backward: Callable[[Any], torch.Tensor]
+) -> Any:
+    """Return ``forward(value)``, which ``backward`` turns a gradient of into one of ``value``."""
+    return _Differentiable.apply(value, forward, backward)  # type: ignore[no-untyped-call]
 
 
 def register_post_backward(

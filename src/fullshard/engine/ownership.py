@@ -211,8 +211,9 @@ def _check_form(parameter: ShardedParameter, form: ShardingFormat) -> None:
     """Raise TiedParameterError if a tied parameter is sharded in another format."""
     if not form.accepts(parameter):
         raise TiedParameterError(
-            f"{parameter.describe()} is tied between a module sharded by FullyShardedDataParallel and a module sharded "
-            "by fully_shard, whose formats differ; shard both modules with the same API"
+            f"{parameter.describe()} is tied between modules that are sharded in different formats, by "
+            "FullyShardedDataParallel and by fully_shard, or by fully_shard with different layouts; shard both modules "
+            "in the same way"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from fullshard.comm import AllGather, CustomTransport, GradScaling, HookedTransport, ReduceScatter
 from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
-from fullshard.engine.buckets.formats import ShardingFormat
+from fullshard.engine.buckets.formats import PER_PARAMETER, ShardingFormat
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.reduction.grad_reduction import ReductionTerms
 from fullshard.memory import CommStream, Event, Stream, make_comm_stream
@@ -27,7 +27,7 @@ class UnitPolicy(NamedTuple):
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload: OffloadPolicy = OffloadPolicy()
-    form: ShardingFormat = ShardingFormat()
+    form: ShardingFormat = PER_PARAMETER
     offload_gradients: bool = False
     keep_reduced: bool = False  # sharded gradients stay in the reduce dtype
 

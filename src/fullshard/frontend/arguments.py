@@ -17,13 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
+from fullshard.engine.buckets.formats import PER_PARAMETER, RaggedShardingFormat, ShardingFormat
 from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
+from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.engine.parameters.sharded import managed_by
+from fullshard.errors import FullshardError
+from fullshard.layout import Granularity
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.wrap.tree import has_forward
 
 __all__ = [
+    "GranularityChoice",
     "Place",
     "PlacementFunction",
     "check_bool",
@@ -37,6 +42,7 @@ __all__ = [
     "placer",
     "root_modules",
     "shard_mesh_for",
+    "sharding_format",
     "warn_if_unpinned",
 ]
 
@@ -44,6 +50,10 @@ TORCHS_ENGINE = ("torch.distributed.fsdp", "torch.distributed._composable.replic
 
 PlacementFunction = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Place = Callable[[str, nn.Parameter], ParameterPlacement]
+GranularityChoice = Granularity | Callable[[str, nn.Parameter], Granularity]
+
+LAYOUTS = ("per_parameter", "ragged")
+LAYOUT_VARIABLE = "FULLSHARD_LAYOUT"
 
 
 def check_bool(name: str, value: object) -> None:
@@ -163,6 +173,29 @@ def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
                     "modules that are not sharded, or sharded by fullshard. Import fully_shard from fullshard "
                     "everywhere, or call fullshard.dropin.install() before the model is built"
                 )
+
+
+def sharding_format(api: str, layout: str | None, granularity: GranularityChoice) -> ShardingFormat:
+    """Return the sharding format for the arguments ``layout`` and ``granularity``.
+
+    Raises:
+        ValueError: If there is no such layout, or a granularity is given for one that has none.
+        FullshardError: If this version of torch does not support the layout.
+    """
+    chosen = os.environ.get(LAYOUT_VARIABLE, "per_parameter") if layout is None else layout
+    if chosen not in LAYOUTS:
+        source = f"{LAYOUT_VARIABLE} in the environment" if layout is None else f"{api}: layout"
+        raise ValueError(f"{source}: expected one of {', '.join(map(repr, LAYOUTS))}, found {chosen!r}")
+    if chosen == "ragged":
+        if not DISPATCHES_SUBCLASSES:
+            raise FullshardError(
+                f"{api}: layout='ragged' needs torch 2.12 or newer, found {torch.__version__}, which does not let "
+                "subclasses of DTensor define operations; use layout='per_parameter'"
+            )
+        return RaggedShardingFormat(granularity)
+    if granularity != "element":
+        raise ValueError(f"{api}: granularity: expected layout='ragged' with {granularity!r}, found layout={chosen!r}")
+    return PER_PARAMETER
 
 
 def warn_if_unpinned(pin: bool) -> None:

@@ -62,7 +62,7 @@ class FlatSlot:
 class FlatLayout:
     """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
-    slots: tuple[FlatSlot, ...]  # in the order of the parameters given
+    slots: tuple[FlatSlot, ...]  # in the order of the parameters given, which need not be that in memory
     world_size: int
     slice_numel: int  # of every rank's shard buffer
 
@@ -96,7 +96,7 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         end = 0
-        for slot in self.slots:
+        for slot in self.in_memory_order:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
             if slot.unsharded_offset < end:
                 raise ValueError(
@@ -109,6 +109,11 @@ class FlatLayout:
                 raise ValueError(
                     f"unsharded buffer: {fqn} ends at {end}, beyond the {self.unsharded_numel} elements of all slices"
                 )
+
+    @property
+    def in_memory_order(self) -> list[FlatSlot]:
+        """The slots as they lie in the unsharded buffer."""
+        return sorted(self.slots, key=lambda slot: (slot.unsharded_offset, slot.parameter.numel))
 
     def shards(self, rank: int) -> tuple[FlatShard, ...]:
         """The parts of all parameters that ``rank`` holds."""

@@ -48,6 +48,7 @@ __all__ = [
     "Slot",
     "built_once",
     "direct_shards",
+    "is_row_major",
 ]
 
 # Layouts, and values computed from them, that are kept for other buckets of the same parameters: most models have a

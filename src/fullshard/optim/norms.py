@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.errors import NonFiniteError
 from fullshard.memory import HostValue
 from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
@@ -217,7 +218,12 @@ class _NormInputs:
         by_spec: dict[int, list[torch.Tensor] | None] = {}  # of its axes; axes are long to hash
         dtypes: set[torch.dtype] = set()
         for index, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
-            if type(owner) is DTensor and type(tensor) is DTensor and (spec := owner._spec) is tensor._spec:
+            if (
+                isinstance(owner, DTensor)
+                and isinstance(tensor, DTensor)
+                and {type(owner), type(tensor)} <= SHARDED_TYPES
+                and (spec := owner._spec) is tensor._spec
+            ):
                 if id(spec) not in by_spec:
                     axes = locator.axes_of(spec)
                     by_spec[id(spec)] = None if axes is None else shards.setdefault(axes, [])
@@ -227,7 +233,7 @@ class _NormInputs:
                     if local.numel():
                         same.append(local)
                     continue
-            dtypes.add((owner._local_tensor if type(owner) is DTensor else owner).dtype)
+            dtypes.add((owner._local_tensor if isinstance(owner, DTensor) else owner).dtype)
             for shard in locator.shards(owner, tensor, index):
                 shards.setdefault(shard.axes, []).extend(_filled_values(shard.local))
             is_whole = is_whole and tensor is None
@@ -362,7 +368,7 @@ def _scale(groups: Iterable[_ByKind], max_norm: float, total_norm: torch.Tensor)
 def _stored_values(gradients: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the values that gradients store here, several per index if they are sparse and not coalesced."""
     found = [gradient for gradient in gradients if gradient is not None]
-    locals_ = [gradient._local_tensor if type(gradient) is DTensor else gradient for gradient in found]
+    locals_ = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
     if not {torch.Tensor}.issuperset(map(type, locals_)):
         locals_ = list(map(local_of, found))
     if {torch.strided}.issuperset(map(_layout_of, locals_)):

@@ -14,10 +14,13 @@ from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards, 
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED
+from fullshard.engine.parameters.placement import dtensor
+from fullshard.engine.parameters.ragged_tensor import regions_of_slice
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
+from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.summoned_parameters import require_idle
 from fullshard.errors import FullshardError
-from fullshard.layout import Region, regions_of_range
+from fullshard.layout import Region
 
 __all__ = ["LocalParameter", "ensure_idle", "local_parameters", "mark_shards_written", "walk_modules"]
 
@@ -70,6 +73,8 @@ class LocalParameter:
         """
         if isinstance(self.sharded, FlatShardedParameter):
             return self._flat_shards(self.sharded, self.local_of(value))
+        if isinstance(self.sharded, SliceParameter) and value.shape == self.sharded.local.shape:
+            value = value if isinstance(value, DTensor) else dtensor(value.detach(), self.sharded.spec)
         if isinstance(value, DTensor):
             return TensorShards.of(value)
         if isinstance(self.parameter, DTensor) and value.shape == self.parameter._local_tensor.shape:
@@ -91,21 +96,14 @@ class LocalParameter:
         assert flat.shard is not None, f"{self.fqn} was not laid out"
         if not self.shape.numel():  # as any other tensor without elements: every rank holds all of it
             return TensorShards.placed(self.shape, local.new_empty(outer.sizes), outer)
-        start, numel, _ = flat.shard
+        numel = flat.shard.numel
         if local.numel() != numel:
             raise FullshardError(
                 f"{self.fqn}: expected this rank's shard, {numel} elements, or all of it, {shape.shape}; found "
                 f"{tuple(local.shape)}"
             )
-        # Elements are counted in the order in which they lie in memory: the order of rows only if the parameter is
-        # contiguous.
-        order = sorted(range(len(shape.shape)), key=lambda dim: (-shape.stride[dim], shape.shape[dim] != 1, dim))
-        back = [order.index(dim) for dim in range(len(order))]
-        shards, taken = [], 0
-        for region in regions_of_range([shape.shape[dim] for dim in order], start, numel):
-            part = local.reshape(-1)[taken : taken + region.numel].view(region.sizes).permute(back)
-            shards.append(TensorShard(region.permuted(back).shifted(outer.offsets), part))
-            taken += region.numel
+        regions = regions_of_slice(shape.shape, shape.stride, flat.shard, local.reshape(-1))
+        shards = [TensorShard(region.shifted(outer.offsets), part) for region, part in regions]
         return TensorShards(self.shape, local.dtype, local.device, shards, equal=True)
 
 

@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.parameters.placement import region_at
+from fullshard.engine.parameters.ragged_tensor import RaggedDTensor
 from fullshard.layout import Region
 
 __all__ = ["TensorShard", "TensorShards", "region_of"]
@@ -74,10 +75,18 @@ class TensorShards:
         """
         if not isinstance(tensor, DTensor):
             return cls.whole(tensor)
+        if isinstance(tensor, RaggedDTensor):
+            return cls._of_ragged(tensor)
         local = tensor._local_tensor.detach()
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
         return cls.placed(tensor.shape, local, region_of(tensor))
+
+    @classmethod
+    def _of_ragged(cls, tensor: RaggedDTensor) -> TensorShards:
+        local = tensor._local_tensor.detach()
+        shards = [TensorShard(region, _plain(part)) for region, part in tensor.chunks()]
+        return cls(tensor.shape, local.dtype, local.device, shards, equal=True)
 
     @classmethod
     def placed(cls, shape: torch.Size, local: torch.Tensor, region: Region | None) -> TensorShards:

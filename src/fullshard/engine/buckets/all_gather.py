@@ -13,7 +13,7 @@ import torch
 
 from fullshard.comm import CommRequest, Operand, Transport, launch_all, slices_of
 from fullshard.engine.buckets.message import Unpacking
-from fullshard.layout import FlatLayout, PerParameterLayout
+from fullshard.layout import PerParameterLayout
 from fullshard.memory import Buffer, CommStream, Event, PendingWork, Work, alias
 
 __all__ = ["BucketAllGather", "FlatAllGather", "PerParameterAllGather", "issue_all_gathers"]
@@ -228,23 +228,22 @@ class PerParameterAllGather(BucketAllGather):
 
 
 class FlatAllGather(BucketAllGather):
-    """Fills an unsharded buffer from one slice per rank, in place.
+    """Fills an unsharded buffer from one slice of ``numel`` elements per rank, in place.
 
     If its dtype or device is not the shard's, the shard is copied to its place there first, and sent from it.
     """
 
     unsharded: Buffer
-    _shard: torch.Tensor  # this rank's slice: ``(layout.slice_numel,)``
+    _shard: torch.Tensor  # this rank's slice
     _own: torch.Tensor | None  # this rank's part of the unsharded buffer, where it is not sent from the shard
     _operands: list[Operand]
 
-    def __init__(self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> None:
+    def __init__(self, numel: int, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> None:
         self.transport, self.unsharded, self._shard, self._own = transport, unsharded, shard, None
-        numel = layout.slice_numel
         if shard.dtype is not unsharded.dtype or shard.device != unsharded.device:
             self._own = unsharded.tensor(transport.rank * numel, (numel,), (1,))
         sent = alias(shard, 0, (numel,), (1,)) if self._own is None else self._own
-        whole = unsharded.tensor(0, (layout.unsharded_numel,), (1,))
+        whole = unsharded.tensor(0, (numel * transport.world_size,), (1,))
         self._operands = [Operand.of_parameter(sent, whole)] if numel else []
 
     def allocate(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,14 +14,17 @@ from fullshard.engine.buckets.base import Bucket, has_all_gather_hooks
 from fullshard.engine.buckets.extension import ExtensionBucket
 from fullshard.engine.buckets.flat import FlatBucket
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
+from fullshard.engine.buckets.ragged import RaggedBucket
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter
 from fullshard.engine.parameters.placement import ParameterPlacement
+from fullshard.engine.parameters.ragged import RaggedParameter
 from fullshard.engine.parameters.registration import Registration
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter, value_of
+from fullshard.layout import Granularity, granule_of
 from fullshard.policy import MixedPrecisionPolicy
 
-__all__ = ["BucketKey", "FlatShardingFormat", "ShardingFormat"]
+__all__ = ["PER_PARAMETER", "BucketKey", "FlatShardingFormat", "RaggedShardingFormat", "ShardingFormat"]
 
 FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a module
 
@@ -78,6 +81,9 @@ class ShardingFormat:
     def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
         """Make the object that puts sharded and unsharded parameters into modules."""
         return Registration(parameters)
+
+
+PER_PARAMETER = ShardingFormat()
 
 
 class FlatShardingFormat(ShardingFormat):
@@ -144,6 +150,58 @@ class FlatShardingFormat(ShardingFormat):
             bucket.show(handle)
             handles.append(handle)
         return FlatParameterRegistration(parameters, handles)
+
+
+class RaggedShardingFormat(ShardingFormat):
+    """Ragged sharding: one slice of all parameters of a bucket per rank, see ``fullshard.layout.ragged``.
+
+    Parameters that are not cut there are sharded one by one beside it: DTensors of tensor parallelism, those for which
+    the user has chosen another dim, and tensor subclasses with their own all-gather hooks.
+
+    Args:
+        granularity: Where parameters may be cut: see ``granule_of``; or a function that says it for each FQN and
+            parameter.
+    """
+
+    _granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+
+    def __init__(self, granularity: Granularity | Callable[[str, nn.Parameter], Granularity] = "element") -> None:
+        self._granularity = granularity
+
+    def parameter(
+        self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
+    ) -> ShardedParameter:
+        """Make the sharded parameter for one that no unit manages yet.
+
+        Raises:
+            ValueError: If its granularity is invalid.
+        """
+        if placement.own is not None or placement.shard_dim or has_all_gather_hooks(value_of(parameter), fqn):
+            return super().parameter(parameter, owner, fqn, placement)
+        made = RaggedParameter.of(parameter, owner, fqn, placement)
+        assert isinstance(made, RaggedParameter)
+        chosen = self._granularity
+        made.granularity = chosen(fqn, parameter) if callable(chosen) else chosen
+        granule_of(made.shape, made.granularity)  # raises errors now, before anything is sharded
+        return made
+
+    def accepts(self, parameter: ShardedParameter) -> bool:
+        """True if a parameter that another unit has kept is of a class of this format."""
+        return type(parameter) is RaggedParameter or super().accepts(parameter)
+
+    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
+        """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
+        if not isinstance(parameter, RaggedParameter):
+            return "one by one", super()._kept_apart(parameter, value)
+        return parameter.requires_grad if parameter.cut_together is None else parameter.cut_together
+
+    def bucket(
+        self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
+    ) -> Bucket:
+        """Make the bucket of such a group, with the parameters' present values."""
+        if isinstance(parameters[0], RaggedParameter):
+            return RaggedBucket(cast("Sequence[RaggedParameter]", parameters), mesh, storage)
+        return super().bucket(parameters, mesh, storage, precision)
 
 
 class FlatRegistration(Registration):

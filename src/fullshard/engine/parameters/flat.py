@@ -20,16 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.sharded import (
-    ShardedParameter,
-    accumulate_gradient,
-    clear_gradient,
-    managed_by,
-    mark,
-    value_of,
-)
+from fullshard.engine.parameters.sharded import accumulate_gradient, clear_gradient, managed_by, mark, value_of
+from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.errors import FullshardError
-from fullshard.layout import FlatLayout, FlatShard, FlatSlot
+from fullshard.layout import FlatShard
 from fullshard.memory import own_storage
 
 __all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "shard_view"]
@@ -55,15 +49,9 @@ class FlatParameter(nn.Parameter):
     shapes: tuple[torch.Size, ...]
 
 
-class FlatShardedParameter(ShardedParameter):
+class FlatShardedParameter(SliceParameter):
     """A parameter whose shard is a 1-D part of this rank's slice of the bucket, see [Note: Flat shards]."""
 
-    shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
-    slot: FlatSlot | None = None  # where the parameter lies in its original layout
-    original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
-    cut_together: object | None = (
-        None  # the same for the parameters of one original bucket; others may be laid out alike
-    )
     handle: FlatParamHandle | None = None  # if flat parameters are visible
     gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
 
@@ -84,16 +72,11 @@ class FlatShardedParameter(ShardedParameter):
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, self)
 
-    def local_part(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of ``value``, unsharded or that shard already, in the shape of ``local``."""
-        shape = self.shape
-        if self.local.dim() != 1 or tuple(value.shape) != shape.shape:
-            return value.view(self.local.shape)
-        if tuple(value.stride()) != shape.stride:
-            value = torch.empty_strided(shape.shape, shape.stride, dtype=value.dtype, device=value.device).copy_(value)
-        assert self.shard is not None
-        start, numel, _ = self.shard
-        return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
+    def forget_layout(self, value: torch.Tensor) -> None:
+        """Hold ``value``, the whole parameter, until it is laid out anew; a flat parameter that it was in is gone."""
+        self.sharded.requires_grad_(self.requires_grad)
+        self.handle = None
+        super().forget_layout(value)
 
     def is_registered(self) -> bool:
         """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
@@ -192,14 +175,6 @@ class FlatShardedParameter(ShardedParameter):
         """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
         memo[id(self.sharded)] = nn.Parameter(self.local.clone(), requires_grad=self.requires_grad)
 
-    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
-        """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
-        copied = super().copy_for(memo)
-        assert isinstance(copied, FlatShardedParameter)
-        copied.shard, copied.slot = self.shard, self.slot
-        copied.original_layout, copied.cut_together = self.original_layout, self.cut_together
-        return copied
-
 
 def _refuse_gradient(sharded: torch.Tensor) -> None:
     # Whoever manages it now: the parameter object outlives a wrapper that failed, and may have been wrapped again.
@@ -285,7 +260,7 @@ class FlatParamHandle:
         return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
 
 
-def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
+def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: SliceParameter, *, whole: bool) -> torch.Tensor:
     """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
     shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((shard.numel,), (1,))
     if not shard.numel:

@@ -23,9 +23,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from fullshard.comm.mesh import ShardMesh
+from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard
 from fullshard.layout import Region, chunk_of
 
-__all__ = ["ParameterPlacement", "dtensor", "dtensor_parameter", "region_at"]
+__all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class ParameterPlacement:
             found = self._specs[dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
         return found
 
+    def ragged_spec(self, dtype: torch.dtype, placement: RaggedShard) -> DTensorSpec:
+        """Return the DTensor spec of a plain parameter with ``placement`` on the shard axis, if there is one."""
+        assert self.own is None, "ragged layouts are of plain parameters"
+        key = dtype, placement
+        if key not in self._specs:
+            meta = TensorMeta(self.shape, self.stride, dtype)
+            self._specs[key] = DTensorSpec(self.mesh.device_mesh, self.mesh.placements(placement), tensor_meta=meta)
+        return self._specs[key]
+
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
         if self.own is None:
@@ -86,7 +96,7 @@ class ParameterPlacement:
         return gradient
 
     @cached_property
-    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
+    def _specs(self) -> dict[object, DTensorSpec]:  # by dtype, and by ragged placement
         return {}
 
     @cached_property
@@ -148,7 +158,22 @@ _placements: weakref.WeakValueDictionary[object, ParameterPlacement] = weakref.W
 
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     """Make a DTensor on ``local`` without copies. Bypasses ``DTensor.__init__``, which costs ten times as much."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(_type_of(spec), local, spec, requires_grad=False)
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Make the DTensor on ``local``, of any dtype, that is sharded as ``like`` is."""
+    spec = like._spec
+    if spec.tensor_meta is None or spec.tensor_meta.dtype is not local.dtype:
+        spec = replace(spec, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
+    return dtensor(local, spec)
+
+
+def _type_of(spec: Any) -> type[DTensor]:
+    for placement in spec.placements:
+        if type(placement) is RaggedShard:
+            return RaggedDTensor
+    return DTensor
 
 
 def dtensor_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
@@ -156,7 +181,7 @@ def dtensor_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) ->
 
     It is what ``nn.Parameter(dtensor(...))`` makes, which first detaches the DTensor, for ten times the cost.
     """
-    made: Any = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    made: Any = DTensor.__new__(_type_of(spec), local, spec, requires_grad=requires_grad)
     made._is_param = True
     return cast("nn.Parameter", made)
 

@@ -137,9 +137,11 @@ class ShardedParameter:
 
         The parameter object that the module holds stays the same if it is such a DTensor already.
         """
+        self._place(local, self.placement.sharded_spec(local.dtype))
+
+    def _place(self, local: torch.Tensor, spec: DTensorSpec) -> None:
         old = self.sharded
-        self.spec = self.placement.sharded_spec(local.dtype)
-        self.local = local
+        self.spec, self.local = spec, local
         if (
             isinstance(old, DTensor)
             and old.placements == self.spec.placements

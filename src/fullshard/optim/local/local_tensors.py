@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fullshard.engine.parameters.placement import dtensor
+from fullshard.engine.parameters.placement import dtensor_like
+from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES, RaggedDTensor
 from fullshard.memory import own_storage
 
 __all__ = ["FlatStates", "LocalTensor", "Member", "ScalarState", "StateEntries"]
@@ -63,13 +64,7 @@ class Member:
 
     def as_user_entry(self, local: torch.Tensor) -> torch.Tensor:
         """Return an elementwise entry of the state as users see it, on the memory of ``local``."""
-        spec = self.spec
-        if spec is None:
-            return local
-        if spec.tensor_meta is None or spec.tensor_meta.dtype is not local.dtype:
-            meta = TensorMeta(self.parameter.shape, self.parameter.stride(), local.dtype)
-            spec = replace(spec, tensor_meta=meta)
-        return dtensor(local, spec)
+        return dtensor_like(local, self.parameter) if isinstance(self.parameter, DTensor) else local
 
     def is_elementwise(self, entry: Any) -> bool:
         """Return True if an entry of the user's view has one element for each of the parameter's."""
@@ -78,7 +73,9 @@ class Member:
         if self.spec is None:
             return type(entry) is torch.Tensor and entry.shape == self.local.shape and entry.dim() > 0
         return (
-            type(entry) is DTensor
+            isinstance(entry, DTensor)
+            and type(entry) in SHARDED_TYPES
+            and isinstance(entry, RaggedDTensor) is isinstance(self.parameter, RaggedDTensor)
             and entry.placements == self.spec.placements
             and entry.shape == self.parameter.shape
             and type(entry._local_tensor) is torch.Tensor

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fullshard.engine.parameters.flat import FlatParameter
+from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
 from fullshard.optim.local_shards import local_of
@@ -262,7 +263,7 @@ class MatrixOptimizer(Optimizer):
 
 @dataclass(frozen=True, eq=False)
 class _RoundPlan:
-    """All matrices: those that are sharded in rounds, and those that this rank has in full."""
+    """All matrices: those that are exchanged in rounds, and those of which this rank has all or nothing."""
 
     rounds: tuple[Round, ...]
     unsharded: tuple[ShardedMatrix, ...]
@@ -278,7 +279,10 @@ class _RoundPlan:
                     continue
                 matrix = ShardedMatrix.of(parameter, number, name)
                 key = matrix.shard_group, optimizer.comm_dtype or parameter.dtype
-                (unsharded if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
+                if key[0] is None or matrix.is_on_one_rank:
+                    unsharded.append(matrix)
+                else:
+                    sharded.setdefault((key[0], key[1]), []).append(matrix)
         rounds: list[Round] = []
         for (shard_group, dtype), matrices in sharded.items():
             work = [optimizer.work(matrix.shape, optimizer.param_groups[matrix.group]) for matrix in matrices]
@@ -361,14 +365,24 @@ class _RoundStep:
 
 
 def _step_unsharded_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
-    """Update the matrices that this rank has in full, one at a time: those that have a gradient."""
+    """Update the matrices that this rank has in full, one at a time: those that have a gradient.
+
+    Of those that another rank has, this one keeps the state of nothing, so that all ranks have the same entries.
+    """
     for matrix in matrices:
         gradient = _local_gradient(matrix)
-        if gradient is not None:
-            shard = _prepare(optimizer, matrix, gradient).view(matrix.shape)
-            shard = shard.to(optimizer.comm_dtype or matrix.parameter.dtype)
-            (update,) = optimizer.update_all([shard], _group(optimizer, matrix))
-            _apply(optimizer, matrix, update)
+        if gradient is None:
+            continue
+        shard = _prepare(optimizer, matrix, gradient)
+        if not shard.numel():
+            continue
+        full = shard.to(optimizer.comm_dtype or matrix.parameter.dtype)
+        if full.shape != matrix.shape:  # elements in the order of memory
+            full = full.as_strided(matrix.shape, matrix.stride)
+        (update,) = optimizer.update_all([full], _group(optimizer, matrix))
+        if update.shape != shard.shape:
+            update = matrix.in_memory_order(update).as_strided(shard.shape, shard.stride())
+        _apply(optimizer, matrix, update)
 
 
 def _group(optimizer: MatrixOptimizer, matrix: ShardedMatrix) -> dict[str, Any]:
@@ -417,14 +431,7 @@ def _store(optimizer: MatrixOptimizer, matrix: ShardedMatrix, changed: Mapping[s
     parameter = matrix.parameter
     for key, value in changed.items():
         if isinstance(parameter, DTensor) and torch.is_tensor(value) and value.shape == value_of(parameter).shape:
-            value = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            value = dtensor_like(value, parameter)
         optimizer.state[parameter][key] = value
 
 

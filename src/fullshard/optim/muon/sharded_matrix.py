@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import part_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
 from fullshard.engine.parameters.placement import region_at
+from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, ragged_placement
 from fullshard.engine.parameters.sharded import managed_by
 
 __all__ = ["MatrixShard", "ShardGroup", "ShardedMatrix", "is_sharded_twice", "matrix_name", "matrix_shape"]
@@ -102,6 +103,11 @@ class ShardedMatrix:
         """Elements of the full matrix."""
         return math.prod(self.shape)
 
+    @property
+    def is_on_one_rank(self) -> bool:
+        """True if one rank holds all of it, so that nothing has to be sent: whether there is a gradient, it knows."""
+        return self.shard_group is None or any(shard.numel == self.numel for shard in self.shards)
+
     def empty_full(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a full matrix."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
@@ -124,10 +130,18 @@ def _shards_of_dtensor(parameter: DTensor) -> _Sharding:
         return _NOT_SHARDED
     coordinates = _sharing_ranks(mesh, sharded_axes)
     shard_group = _shard_group(mesh, sharded_axes, coordinates)
+    if isinstance(parameter, RaggedDTensor):
+        return shard_group, tuple(_shard_of_ragged(parameter, coordinates[rank]) for rank in shard_group.ranks)
     regions = [region_at(parameter, coordinates[rank]) for rank in shard_group.ranks]
     return shard_group, tuple(
         MatrixShard(region.sizes, stride, sum(map(operator.mul, region.offsets, stride))) for region in regions
     )
+
+
+def _shard_of_ragged(parameter: RaggedDTensor, coordinate: Sequence[int]) -> MatrixShard:
+    axis, placement = ragged_placement(parameter._spec)
+    rank = coordinate[axis]
+    return MatrixShard(placement.local_shape(rank), placement.local_stride(rank), placement.shard(rank).start)
 
 
 def _shards_of_flat(flat: FlatShardedParameter) -> _Sharding:

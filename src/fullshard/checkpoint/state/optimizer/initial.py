@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
 from fullshard.optim.local.localize import own_step, stepping_dtensors, usable_step
@@ -46,10 +47,7 @@ class _FirstValues(UserDict[str, Any]):
 def _copy(value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, also of subclasses that cannot be cloned, such as the quantized states of torchao's optimizers."""
     if isinstance(value, DTensor):
-        local = _copy(value.to_local())
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
+        return dtensor_like(_copy(value.to_local()), value)
     if not is_traceable_wrapper_subclass(value):
         return value.clone()
     names, context = value.__tensor_flatten__()

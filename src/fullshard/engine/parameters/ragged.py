@@ -1,0 +1,54 @@
+"""Ragged parameters: DTensors whose shards are what lies in this rank's slice of the unit, cut between rows or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.parameters.ragged_tensor import RaggedShard
+from fullshard.engine.parameters.sharded import ShardedParameter, mark
+from fullshard.engine.parameters.slices import SliceParameter
+from fullshard.layout import Granularity, granule_of, is_row_major
+
+__all__ = ["RaggedParameter"]
+
+
+class RaggedParameter(SliceParameter):
+    """A parameter that is a ``RaggedDTensor``: global shape, and a local tensor of rows, or of single elements."""
+
+    granularity: Granularity = "element"
+
+    @property
+    def by_rows(self) -> bool:
+        """True if no slice ends inside of a row, so that local tensors consist of rows; on one rank they do."""
+        if self.placement.mesh.world_size == 1:
+            return True
+        shape = self.shape.shape
+        if not shape or not is_row_major(self.shape):
+            return False
+        row = granule_of(self.shape, "row")
+        return granule_of(self.shape, self.granularity) % row == 0
+
+    def ragged_placement(self) -> RaggedShard:
+        """The placement on the shard axis; laid out parameters only."""
+        assert self.slot is not None, f"{self.fqn} was not laid out"
+        return RaggedShard(self.slot, by_rows=self.by_rows)
+
+    def place(self, local: torch.Tensor) -> None:
+        """Make ``sharded`` the ``RaggedDTensor`` whose local tensor is ``local``; before the layout, a plain tensor."""
+        if self.slot is not None:
+            self._place(local, self.placement.ragged_spec(local.dtype, self.ragged_placement()))
+            return
+        self.local, old = local, self.sharded
+        self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+        self.sharded.__dict__.update(self.attributes)
+        mark(self.sharded, self)
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+        """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
+        copied = super().copy_for(memo)
+        assert isinstance(copied, RaggedParameter)
+        copied.granularity = self.granularity
+        return copied

@@ -1,0 +1,643 @@
+"""``RaggedDTensor``: a DTensor whose shards are slices of any length, with the placement ``RaggedShard``.
+
+[Note: Ragged DTensors]
+``Shard(0)`` fixes how many rows each rank has, and torch's sharding propagation knows no other placement: it refuses
+most operations on one, and computes some (``view``, ``t``, ``softmax``) as if local and global shapes were the same.
+So the tensor is a subclass that dispatches itself:
+- operations on every element run on local tensors; operands of the global shape are cut alike;
+- random ones draw all elements on every rank, and keep this rank's: with equal seeds, what one process would draw;
+- reductions to one number add an all-reduce;
+- ``full_tensor`` and ``redistribute`` gather; everything else raises ``NotImplementedError``.
+Shape, placements and mesh are global as those of any DTensor; distributed checkpoint sees the shards as chunks.
+
+What lost: plain local tensors with metadata, as the wrapper has them. torch's ``clip_grad_norm_``, or
+``get_model_state_dict``, would take a shard for the parameter without a word.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fullshard.engine import hooks
+from fullshard.layout import FlatShard, FlatSlot, Region, regions_of_range
+
+__all__ = [
+    "DISPATCHES_SUBCLASSES",
+    "SHARDED_TYPES",
+    "RaggedDTensor",
+    "RaggedShard",
+    "ragged_placement",
+    "regions_of_slice",
+]
+
+
+class RaggedShard(Placement):
+    """The placement of a parameter of which each rank holds what lies in its slice of a bucket.
+
+    Args:
+        slot: Where the parameter lies in the bucket.
+        by_rows: Local tensors consist of whole rows. If not, they are 1-D, with elements in the order of memory.
+    """
+
+    slot: FlatSlot
+    by_rows: bool
+
+    def __init__(self, slot: FlatSlot, *, by_rows: bool) -> None:
+        super().__init__()
+        self.slot, self.by_rows = slot, by_rows
+
+    def shard(self, rank: int) -> FlatShard:
+        """The elements that ``rank`` of the shard axis holds."""
+        return self.slot.shard(rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of ``rank``."""
+        numel, shape = self.slot.shard(rank).numel, self.slot.parameter.shape
+        if not self.by_rows:
+            return (numel,)
+        return (numel // max(1, math.prod(shape[1:])), *shape[1:]) if shape else ()
+
+    def local_stride(self, rank: int) -> tuple[int, ...]:
+        """Strides of the local tensor of ``rank``."""
+        return self.slot.parameter.stride if self.by_rows else (1,)
+
+    def part(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of a whole ``value`` that ``rank`` holds: a view if strides are the parameter's, else a copy."""
+        own = self.slot.parameter
+        if tuple(value.stride()) != own.stride:
+            value = torch.empty_strided(own.shape, own.stride, dtype=value.dtype, device=value.device).copy_(value)
+        start = int(value.storage_offset()) + self.slot.shard(rank).start
+        return value.as_strided(self.local_shape(rank), self.local_stride(rank), start)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is RaggedShard and self.slot == other.slot and self.by_rows is other.by_rows
+
+    def __hash__(self) -> int:
+        return hash((self.slot.unsharded_offset, self.slot.slice_numel, self.slot.parameter.numel))
+
+    def __repr__(self) -> str:
+        slot, cut = self.slot, "rows" if self.by_rows else "elements"
+        return f"RaggedShard({cut}, offset={slot.unsharded_offset}, slice={slot.slice_numel})"
+
+    def __reduce__(self) -> tuple[Callable[..., RaggedShard], tuple[FlatSlot, bool]]:
+        return _ragged_shard, (self.slot, self.by_rows)
+
+
+def _ragged_shard(slot: FlatSlot, by_rows: bool) -> RaggedShard:
+    return RaggedShard(slot, by_rows=by_rows)
+
+
+def ragged_placement(spec: DTensorSpec) -> tuple[int, RaggedShard]:
+    """Return the mesh axis whose placement is a ``RaggedShard``, and that."""
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, RaggedShard):
+            return axis, placement
+    raise ValueError(f"expected a RaggedShard, found placements {spec.placements}")
+
+
+def regions_of_slice(
+    shape: Sequence[int], stride: Sequence[int], shard: FlatShard, local: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the regions of a parameter that make up a slice of its memory, and the view of ``local`` of each.
+
+    Args:
+        shape: Of the parameter.
+        stride: Dense strides of the parameter.
+        shard: The slice.
+        local: Its elements, in memory order.
+    """
+    # Elements are counted in the order in which they lie in memory: that of rows only if the parameter is contiguous.
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] != 1, dim))
+    back = [order.index(dim) for dim in range(len(order))]
+    flat, taken = local.as_strided((shard.numel,), (1,), local.storage_offset()), 0
+    for region in regions_of_range([shape[dim] for dim in order], shard.start, shard.numel):
+        part = flat[taken : taken + region.numel].view(region.sizes).permute(back)
+        yield region.permuted(back), part
+        taken += region.numel
+
+
+class RaggedDTensor(DTensor):
+    """A DTensor with ``RaggedShard`` on one mesh axis, and replicated on others. See [Note: Ragged DTensors]."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, see [Note: Ragged DTensors]."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_foreach_norm":
+            return _foreach_norm(*args, **kwargs)
+        if name in _ON_LISTS:
+            return _run_on_lists(func, args, kwargs)
+        written = [value for value in _written(func, args, kwargs) if isinstance(value, torch.Tensor)]
+        if not all(isinstance(value, RaggedDTensor) for value in written):  # such as a replicated gradient
+            return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+        first = next(value for value in tree_leaves((written, args, kwargs)) if isinstance(value, RaggedDTensor))
+        if name in _REDUCTIONS:
+            return _reduced(func, first, args, kwargs)
+        if name == "equal":
+            return _equal(*args)
+        if name in _DRAWN:
+            return _drawn(func, first, args, kwargs)
+        if name in _NEW:
+            return _new(func, first, args, kwargs)
+        if _keeps_shape(name, first, args):
+            return _ragged(first._local_tensor.view_as(first._local_tensor), first._spec)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if name in _LOCAL or (torch.Tag.pointwise in func.tags and not random):
+            return _run_locally(func, first, args, kwargs)
+        raise NotImplementedError(
+            f"{func}: not available for a parameter that is sharded with layout='ragged' (shape {tuple(first.shape)}), "
+            "whose ranks hold parts of different sizes. Use full_tensor() for all of its values, to_local() for this "
+            "rank's, or the per-parameter layout"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
+        """Make the tensor from its parts, as ``torch.compile`` does."""
+        unflatten: Any = DTensor.__tensor_unflatten__
+        made = unflatten(inner_tensors, flatten_spec, outer_size, outer_stride)
+        ragged: Any = DTensor.__new__(RaggedDTensor, made._local_tensor, made._spec, requires_grad=made.requires_grad)
+        return cast("DTensor", ragged)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mesh, placements = self._spec.mesh, self._spec.placements
+        return f"RaggedDTensor(local_tensor={self._local_tensor}, device_mesh={mesh}, placements={placements})"
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return this rank's part.
+
+        Args:
+            grad_placements: Placements of its gradient; None: those of this tensor, and no others exist.
+        """
+        local, spec = self._local_tensor, self._spec
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return local
+        result: torch.Tensor = hooks.differentiable(
+            self, lambda _: local.view_as(local), lambda gradient: _ragged(gradient, spec)
+        )
+        return result
+
+    def unsharded(self) -> DTensor:
+        """Return the DTensor with ``Replicate()`` instead of ``RaggedShard``. A collective."""
+        spec = self._spec
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return _gathered(self)
+        result: DTensor = hooks.differentiable(
+            self, lambda _: _gathered(self), lambda gradient: _ragged(_part(_replicated(gradient, spec), spec), spec)
+        )
+        return result
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return all values, on every rank. A collective.
+
+        Args:
+            grad_placements: Placements of its gradient; None: it is equal on all ranks.
+        """
+        return self.unsharded().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Return the DTensor with other placements: by an all-gather, unless they are the same. A collective.
+
+        Args:
+            device_mesh: None: the same mesh.
+            placements: One for each mesh axis, none of them another ``RaggedShard``.
+            options: As of ``DTensor.redistribute``.
+        """
+        if placements is None:
+            raise RuntimeError("redistribute: expected placements, found None")
+        if tuple(placements) == self._spec.placements and (device_mesh is None or device_mesh == self._spec.mesh):
+            return self
+        if any(type(placement) is RaggedShard for placement in placements):
+            raise NotImplementedError(
+                f"redistribute: expected Shard or Replicate, found {tuple(placements)} for a tensor with "
+                f"{self._spec.placements}; gather with full_tensor(), and copy_() it into a parameter of that layout"
+            )
+        return self.unsharded().redistribute(device_mesh, placements, **options)
+
+    # ---------------------------------------------------------------- distributed checkpoint
+
+    def chunks(self) -> list[tuple[Region, torch.Tensor]]:
+        """Return the regions of the tensor that this rank holds, and its memory of each."""
+        if not self.numel():  # it has to be in a checkpoint all the same: every rank holds all of it
+            return [(Region.whole(self.shape), self._local_tensor.detach().new_empty(self.shape))]
+        placement = ragged_placement(self._spec)[1]
+        own, shard = placement.slot.parameter, placement.shard(_rank_on_axis(self._spec))
+        return list(regions_of_slice(own.shape, own.stride, shard, self._local_tensor.detach()))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The chunks that this rank holds, for distributed checkpoint."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r, _ in self.chunks()]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        """What this rank writes of the tensor, for distributed checkpoint."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The memory of one chunk of this rank, for distributed checkpoint."""
+        for region, part in self.chunks():
+            if index.offset is None or tuple(index.offset) == region.offsets:
+                return part
+        raise ValueError(f"{index.fqn}: this rank has no chunk at {index.offset}")
+
+
+# torch 2.11 dispatches all subclasses of DTensor as DTensors, and never calls their __torch_dispatch__.
+DISPATCHES_SUBCLASSES = TorchVersion(torch.__version__) >= "2.12"
+
+# Types whose local tensors optimizers and norms may use in their place.
+SHARDED_TYPES: frozenset[type] = frozenset({DTensor, RaggedDTensor})
+
+# Operations on every element that torch does not mark as such, and those that only look at or copy a tensor.
+_LOCAL = {
+    "_pin_memory",
+    "_to_copy",
+    "alias",
+    "clone",
+    "copy_",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "is_pinned",
+    "is_same_size",
+    "lift_fresh",
+    "masked_fill",
+    "masked_fill_",
+    "ones_like",
+    "pin_memory",
+    "zero_",
+    "zeros_like",
+}
+_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "any", "all"}
+# Random operations that read no values of the tensor: those would be needed of all elements.
+_DRAWN = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+_DRAWN |= {"rand_like", "randn_like", "randint_like"}
+_NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
+_FUNCTIONS = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor "
+    "frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
+    "sqrt sub tan tanh trunc zero"
+)
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_ON_LISTS = {f"_foreach_{name}{end}" for name in _FUNCTIONS.split() for end in ("", "_")}
+_ON_LISTS |= {"_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_", _UNSCALE}
+
+
+def _keeps_shape(name: str, tensor: RaggedDTensor, args: tuple[Any, ...]) -> bool:
+    """True for a view of the same shape, strides and elements."""
+    if name not in ("view", "_unsafe_view", "expand", "as_strided") or args[0] is not tensor or len(args) > 3:
+        return False
+    return tuple(args[1]) == tuple(tensor.shape) and (len(args) < 3 or tuple(args[2]) == tuple(tensor.stride()))
+
+
+def _ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    """Make the ragged DTensor of ``spec``, in the dtype of ``local``."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype is not local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    made: Any = DTensor.__new__(RaggedDTensor, local, spec, requires_grad=False)
+    return cast("RaggedDTensor", made)
+
+
+def _rank_on_axis(spec: DTensorSpec) -> int:
+    axis, _ = ragged_placement(spec)
+    return spec.mesh.get_local_rank(axis)
+
+
+def _part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of a DTensor that is replicated on the ragged axis."""
+    return ragged_placement(spec)[1].part(value._local_tensor.detach(), _rank_on_axis(spec)).clone()
+
+
+def _replicated(value: Any, spec: DTensorSpec) -> DTensor:
+    """``value``, a tensor of the global shape, as a DTensor that is replicated on the mesh of ``spec``."""
+    placements = [Replicate()] * spec.mesh.ndim
+    if isinstance(value, RaggedDTensor):
+        value = value.unsharded()
+    if isinstance(value, DTensor):
+        return value.redistribute(spec.mesh, placements)
+    return DTensor.from_local(value, spec.mesh, placements, run_check=False)
+
+
+def _gathered(tensor: RaggedDTensor) -> DTensor:
+    """All elements on the ragged axis, from the ranks that hold some."""
+    spec, local = tensor._spec, tensor._local_tensor
+    axis, placement = ragged_placement(spec)
+    group, own, rank = spec.mesh.get_group(axis), placement.slot.parameter, _rank_on_axis(spec)
+    device = _device_of(spec.mesh)
+    whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=device)
+    flat = whole.as_strided((own.numel,), (1,))
+    works, parts = [], []
+    for source in range(spec.mesh.size(axis)):
+        start, numel, _ = placement.shard(source)
+        if not numel:
+            continue
+        part = flat.narrow(0, start, numel)
+        if source == rank:
+            part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
+        if spec.mesh.size(axis) > 1:
+            works.append(dist.broadcast(part.detach(), group=group, group_src=source, async_op=True))
+            parts.append(part)
+    for work in works:
+        work.wait()
+    placements = tuple(Replicate() if i == axis else p for i, p in enumerate(spec.placements))
+    assert spec.tensor_meta is not None
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    gathered: DTensor = DTensor.__new__(
+        DTensor, whole, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False
+    )
+    return gathered
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type in ("cpu", "meta"):
+        return torch.device(mesh.device_type)
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# ---------------------------------------------------------------- operations
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    bound = _bound(func, args, kwargs)
+    writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [bound[name] for name in writes if name in bound]
+
+
+def _whole(value: Any) -> Any:
+    """All elements of a ragged DTensor, for an operation on a tensor of another placement."""
+    return value.unsharded() if isinstance(value, RaggedDTensor) else value
+
+
+def _operand(value: Any, like: RaggedDTensor) -> Any:
+    """An argument of an elementwise operation, as the part that belongs to the local tensor of ``like``.
+
+    Raises:
+        NotImplementedError: If it is a tensor that would be broadcast, but for a single number.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    spec = like._spec
+    _, placement = ragged_placement(spec)
+    if isinstance(value, DTensor) and (value._spec is spec or value._spec.placements == spec.placements):
+        # One that is no RaggedDTensor was made by DTensor.from_local of a part, or by torch, of the whole tensor.
+        local, rank = value._local_tensor, _rank_on_axis(spec)
+        if type(value) is RaggedDTensor or tuple(local.shape) == placement.local_shape(rank):
+            return local
+        return placement.part(local, rank).clone()
+    if not value.dim() and like.dim():
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if tuple(value.shape) == tuple(like.shape):
+        return _part(_replicated(value, spec), spec)
+    raise NotImplementedError(
+        f"expected tensors of one shape, or numbers, in an operation on a parameter that is sharded with "
+        f"layout='ragged', found shapes {tuple(like.shape)} and {tuple(value.shape)}; use full_tensor()"
+    )
+
+
+def _check_written(value: Any, like: RaggedDTensor) -> None:
+    """Raise NotImplementedError if a tensor that is written to is not sharded as ``like``: writes would be lost."""
+    if type(value) is not RaggedDTensor or value._spec.placements != like._spec.placements:
+        placed = value.placements if isinstance(value, DTensor) else "no placements"
+        raise NotImplementedError(
+            f"expected a RaggedDTensor with {like._spec.placements}, as the parameter (shape {tuple(like.shape)}) has, "
+            f"found a {type(value).__name__} with {placed} that is written to, such as state of an optimizer; load "
+            "state with fullshard.load, or copy_() it into state that the optimizer has made"
+        )
+
+
+def _run_locally(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on local tensors that computes every element from those at its place."""
+    for written in _written(func, args, kwargs):
+        _check_written(written, first)
+    args, kwargs = tree_map(lambda value: _operand(value, first), args), dict(kwargs)
+    kwargs.pop("memory_format", None)  # of the local tensor it would mean something else
+    kwargs = tree_map(lambda value: _operand(value, first), kwargs)
+    local = first._local_tensor
+
+    def wrap(value: Any) -> Any:
+        if value is local:  # operations in place return what they were given
+            return first
+        return _ragged(value, first._spec) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(wrap, func(*args, **kwargs))
+
+
+def _drawn(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the numbers of all elements, as one process would, and keep those of this rank."""
+    if any(isinstance(value, torch.Tensor) and value is not first for value in (*args, *kwargs.values())):
+        raise NotImplementedError(f"{func}: expected numbers as its arguments, found a tensor; use full_tensor()")
+    placement = ragged_placement(first._spec)[1]
+    own, local = placement.slot.parameter, first._local_tensor
+    whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=local.device)
+    drawn = func(*(whole if value is first else value for value in args), **kwargs)
+    part = placement.part(drawn, _rank_on_axis(first._spec))
+    if func._schema.is_mutable:
+        local.copy_(part)
+        return first
+    return _ragged(part.clone(), first._spec)
+
+
+def _new(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Make a tensor of some shape: sharded as ``first`` if it has that shape, else replicated."""
+    _, size, *rest = args
+    local = first._local_tensor
+    if tuple(size) == tuple(first.shape):
+        return _ragged(func(local, local.shape, *rest, **kwargs), first._spec)
+    mesh = first._spec.mesh
+    made = func(local, size, *rest, **kwargs)
+    return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal``, on all ranks."""
+    if one.shape != other.shape:
+        return False
+    like = one if isinstance(one, RaggedDTensor) else other
+    assert isinstance(like, RaggedDTensor)
+    same = torch.equal(_operand(one, like), _operand(other, like))
+    return bool(_over_ranks(torch.tensor(float(same), device=like._local_tensor.device), like, "min").item())
+
+
+def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Reduce all elements to one number, on all ranks."""
+    name, bound = func.overloadpacket.__name__, _bound(func, args, kwargs)
+    if bound.get("dim") not in (None, [], ()) or bound.get("keepdim") or "other" in bound or "out" in bound:
+        raise NotImplementedError(
+            f"{func}: expected a reduction of all elements of a parameter that is sharded with layout='ragged' to one "
+            "number; gather it with full_tensor() first"
+        )
+    local, dtype = first._local_tensor, bound.get("dtype") or first.dtype
+    if name in ("linalg_vector_norm", "norm"):
+        order = bound.get("ord", bound.get("p"))
+        (norm,) = _norms([first], 2.0 if order is None else float(order))
+        return _number(norm.to(bound.get("dtype") or _norm_dtype(first.dtype)), first)
+    if name in ("any", "all"):
+        found = getattr(local, name)().to(torch.float32)
+        return _number(_over_ranks(found, first, "max" if name == "any" else "min") != 0, first)
+    if name in ("max", "amax", "min", "amin"):
+        largest = name.endswith("max")
+        least = -math.inf if largest else math.inf
+        if not first.dtype.is_floating_point:
+            info = torch.iinfo(first.dtype)
+            least = info.min if largest else info.max
+        value = (local.max() if largest else local.min()) if local.numel() else local.new_full((), least)
+        return _number(_over_ranks(value, first, "max" if largest else "min"), first)
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    total = _over_ranks(local.sum(dtype=torch.float32 if narrow else bound.get("dtype")), first, "sum")
+    total = total / first.numel() if name == "mean" else total
+    return _number(total.to(dtype) if narrow else total, first)
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm of elements of ``dtype``."""
+    return dtype.to_real()
+
+
+def _over_ranks(value: torch.Tensor, like: RaggedDTensor, op: str) -> torch.Tensor:
+    """Reduce what each rank has computed from its part of ``like`` over the shard axis."""
+    mesh, placements = like._spec.mesh, like._spec.placements
+    flagged = op in ("max", "min") and value.is_floating_point()  # back ends may lose NaN in these
+    sent = value.reshape(-1).to(_device_of(mesh))
+    if flagged:
+        is_nan, side = sent.isnan(), 1.0 if op == "max" else -1.0
+        sent = torch.cat([sent.masked_fill(is_nan, -side * math.inf), side * is_nan.to(sent.dtype)])
+    parts = [Replicate() if placement.is_replicate() else Partial(op) for placement in placements]
+    found = DTensor.from_local(sent, mesh, parts, run_check=False).full_tensor()
+    if flagged:
+        found, is_nan = found.chunk(2)
+        found = found.masked_fill(is_nan != 0, math.nan)
+    return found.view(value.shape).to(value.device)
+
+
+def _norms(tensors: Sequence[RaggedDTensor], order: float) -> list[torch.Tensor]:
+    """The norms of some tensors, each over all of its elements."""
+    found: list[torch.Tensor] = []
+    for same in _by_mesh(tensors):
+        values = torch.stack([_local_norm(tensor._local_tensor, order) for tensor in same])
+        if math.isinf(order):
+            found += _over_ranks(values, same[0], "max" if order > 0 else "min").unbind()
+        elif not order:
+            found += _over_ranks(values, same[0], "sum").unbind()
+        else:
+            found += _over_ranks(values.pow(order), same[0], "sum").pow(1 / order).unbind()
+    return found
+
+
+def _local_norm(local: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of a part, in fp32, or fp64; of one without elements what changes no norm of the others."""
+    dtype = torch.float64 if local.dtype.itemsize > 4 else torch.float32
+    if not local.numel():
+        return torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=local.device)
+    found: torch.Tensor = torch.linalg.vector_norm(local.abs() if local.is_complex() else local, order, dtype=dtype)
+    return found
+
+
+def _by_mesh(tensors: Sequence[RaggedDTensor]) -> Iterator[list[RaggedDTensor]]:
+    """Yield the tensors in order, neighbors on one mesh and of like precision together."""
+    for _, together in itertools.groupby(tensors, lambda tensor: (tensor._spec.mesh, tensor.dtype.itemsize > 4)):
+        yield list(together)
+
+
+def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    """The norms of a list of tensors, which need not all be ragged."""
+    ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
+    norms = iter(zip(_norms(ragged, float(ord)), ragged, strict=True))
+    found: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, RaggedDTensor):
+            norm, like = next(norms)
+            found.append(_number(norm.to(dtype or _norm_dtype(like.dtype)), like))
+        else:
+            found.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
+    return found
+
+
+def _number(value: torch.Tensor, like: RaggedDTensor) -> DTensor:
+    """A number that all ranks have, as a DTensor on the mesh of ``like``."""
+    mesh = like._spec.mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on every element of the tensors of some lists: on ragged ones, and then on the others."""
+    owners, written = args[0], _written(func, args, kwargs)
+    by_type: dict[type, list[int]] = {RaggedDTensor: []}
+    for index, owner in enumerate(owners):
+        by_type.setdefault(RaggedDTensor if isinstance(owner, RaggedDTensor) else type(owner), []).append(index)
+    ragged = by_type[RaggedDTensor]
+    for entries in (each for each in written if isinstance(each, (list, tuple)) and len(each) == len(owners)):
+        for index in ragged:
+            _check_written(entries[index], owners[index])
+
+    def chosen(value: Any, indices: Sequence[int]) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(owners):
+            number = isinstance(value, DTensor) and indices is ragged
+            return value.full_tensor() if number else value
+        return [_local_at(owners[index], value[index]) for index in indices]
+
+    results: dict[int, Any] = {}
+    for indices in filter(None, by_type.values()):
+        given = [chosen(value, indices) for value in args]
+        found = func(*given, **{key: chosen(value, indices) for key, value in kwargs.items()})
+        if isinstance(found, (list, tuple)):
+            results.update(zip(indices, found, strict=False))
+    if func.overloadpacket.__name__ == _UNSCALE:
+        for same in _by_mesh([owners[index] for index in ragged]):
+            args[1].copy_(_over_ranks(args[1], same[0], "max"))
+    if func._schema.is_mutable:
+        return owners if func._schema.returns else None
+    return [
+        _ragged(results[index], owner._spec) if isinstance(owner, RaggedDTensor) else results[index]
+        for index, owner in enumerate(owners)
+    ]
+
+
+def _local_at(owner: Any, value: Any) -> Any:
+    """The local tensor at one place of a list; a step count, or another number, as it is."""
+    if isinstance(owner, RaggedDTensor):
+        return _operand(value, owner)
+    if isinstance(value, RaggedDTensor):
+        raise NotImplementedError(
+            f"expected lists of parameters sharded alike, found a {type(owner).__name__} beside a RaggedDTensor"
+            f" of shape {tuple(value.shape)}"
+        )
+    return value

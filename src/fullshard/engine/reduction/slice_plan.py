@@ -1,0 +1,102 @@
+"""The reduction of parameters that are cut into equal slices: one operand for all gradients of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import Slice
+from fullshard.comm.mesh import ShardMesh
+from fullshard.engine.buckets.message import View
+from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.flat import FlatParamHandle
+from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, ReductionMessage, ReductionPlan
+from fullshard.layout import FlatLayout
+from fullshard.layout.per_parameter import LAYOUTS_KEPT
+
+__all__ = ["plan_slices"]
+
+
+class _Places(NamedTuple):
+    """What fills the message: one kernel for all rows, or copies and zeros for the gaps between them."""
+
+    rows: tuple[PackedRows, ...] = ()
+    copies: tuple[PackCopy, ...] = ()
+    gaps: tuple[View, ...] = ()
+
+
+def plan_slices(
+    parameters: Sequence[ShardedParameter],
+    mesh: ShardMesh,
+    storage: Storage,
+    layout: FlatLayout,
+    handle: FlatParamHandle | None,
+) -> ReductionPlan:
+    """Plan the reduction of all parameters of a bucket; presence numbers are an operand of their own behind them."""
+    ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
+    communicates = ranks > 1 or mesh.replicas > 1
+    count = len(parameters) if communicates else 0
+    together = ranks > 1 and mesh.transport.copies_columns
+    places, first = _rows(layout) if together else _copies(layout, communicates), parameters[0]
+    shards = layout.shards(mesh.rank)
+    locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]
+    slices = (Slice(0, numel, sent * storage.reduce_dtype.itemsize),)
+    packed = (PackedShards(0, numel, slices), PackedShards(numel, count, ()))
+    return ReductionPlan(
+        parameters=tuple(parameters),
+        mesh=mesh,
+        storage=storage,
+        views=tuple((0, View(at, tuple(local.shape), tuple(local.stride()))) for at, local in locals_),
+        presence=View(numel, (count,), (1,)) if communicates else None,
+        shards_numel=numel + count,
+        slices=slices,
+        direct={},
+        packed=tuple(part for part in packed if part.numel),
+        message=ReductionMessage(
+            0 if ranks == 1 else (numel + count) * ranks,
+            storage.reduce_dtype,
+            mesh.device,
+            places.copies,
+            gaps=places.gaps,
+            rows=places.rows,
+        ),
+        dtensors=isinstance(first.sharded, DTensor),
+        handle=handle,
+    )
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _rows(layout: FlatLayout) -> _Places:
+    """Gradients in the order of memory, each as one row, zeros between them, and the presence numbers of all ranks."""
+    rows, end = [], 0
+    for index, slot in sorted(enumerate(layout.slots), key=lambda each: each[1].unsharded_offset):
+        numel, gap = slot.parameter.numel, slot.unsharded_offset - end
+        if numel:
+            rows += [PackedRows(gap, None, (1, gap))] if gap else []
+            rows.append(PackedRows(numel, index, (1, numel)))
+            end = slot.unsharded_offset + numel
+    gap, numbers = layout.unsharded_numel - end, layout.world_size * len(layout.slots)
+    rows += [PackedRows(gap, None, (1, gap))] if gap else []
+    rows.append(PackedRows(numbers, len(layout.slots), (1, numbers)))
+    return _Places(rows=tuple(rows))
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _copies(layout: FlatLayout, communicates: bool) -> _Places:
+    ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots)
+    gaps, end = [], 0
+    for slot in layout.in_memory_order:
+        gaps.append(View(end, (slot.unsharded_offset - end,), (1,)))
+        end = slot.unsharded_offset + slot.parameter.numel
+    gaps.append(View(end, (sent - end,), (1,)))
+    copies = []
+    for index, slot in enumerate(layout.slots):
+        numel = slot.parameter.numel
+        copies.append(PackCopy(index, View(0, (numel,), (1,)), View(slot.unsharded_offset, (numel,), (1,))))
+    if communicates:
+        copies.append(PackCopy(count, None, View(sent, (ranks, count), (count, 1))))
+    return _Places(copies=tuple(copies), gaps=tuple(gap for gap in gaps if gap.shape != (0,)))
