@@ -279,7 +279,7 @@ def test_messages(rank: Rank) -> None:
 @on_ranks(4)
 def test_subgroups(rank: Rank) -> None:
     """Backward gathers from a slice of the unsharded buffer that is kept over some ranks."""
-    model, reference = sharded(rank, "row", reshard_after_forward=2)
+    model, reference = sharded(rank, "element", reshard_after_forward=2)
     assert_trains_alike(model, reference, rank)
 
 
