@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from checkpoint.kinds import shared_folder
 from compare import assert_close, assert_equal
 from front_ends import assert_same_values, assert_trains_alike, build, full_gradients
-from fullshard import FullshardError, fully_shard
+from fullshard import CommQuantization, FullshardError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES, RaggedDTensor, RaggedShard
@@ -434,3 +434,19 @@ def test_muon(rank: Rank, granularity: Any) -> None:
     alone = rank.world_size == 1 or granularity == "parameter"
     assert not alone or (optimizers[0].traffic().total == 0 and not optimizers[0].plan().rounds)
     assert {tuple(state) for state in optimizers[0].state.values()} == {("momentum_buffer",)}
+
+
+@on_ranks(2)
+def test_quantized_communication(rank: Rank) -> None:
+    """A unit's slice is quantized as a whole; gradients are those of full precision but for its rounding."""
+    gradients = []
+    for quantization in (None, CommQuantization(all_gather="int8", reduce="int8", min_bytes=1024)):
+        model, _ = sharded(rank, "row", 64, 96, 32)
+        model.set_comm_quantization(shard=quantization)
+        square_loss(0, 16, 64)(model, rank.rank).backward()
+        gradients.append(full_gradients(model))
+    assert "4 of 4 parameters are quantized" in str(model.comm_quantization_report())
+    for name, exact in gradients[0].items():
+        found = gradients[1][name]
+        assert exact is not None and found is not None and not torch.equal(found, exact), name
+        assert (found - exact).abs().max() < 0.05 * exact.abs().max(), name
