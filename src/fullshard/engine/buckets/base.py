@@ -287,16 +287,18 @@ class BufferBucket(Bucket):
     shard_buffer: torch.Tensor  # flat, for the life of the bucket
     _unsharded: Buffer | None  # made at the first unshard; memory only while unsharded. None: the shard buffer
     _all_gather: BucketAllGather | None  # fills it
+    _subgroup_all_gather: BucketAllGather | None  # fills it from a subgroup
+    _subgroup_shard: Buffer | None  # what this rank keeps for that; memory only while it does
     _made: bool  # the unsharded parameters exist
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
-        self._unsharded = self._all_gather = None
+        self._unsharded = self._all_gather = self._subgroup_all_gather = self._subgroup_shard = None
         self._made = False
 
     def change_transports(self, mesh: ShardMesh) -> None:
-        """Communicate through ``mesh`` from now on: the all-gather, and at the next reduction its plan, are new."""
-        self.mesh, self._plans = mesh, {}
+        """Communicate through ``mesh`` from now on: all-gathers, and at the next reduction its plan, are new."""
+        self.mesh, self._plans, self._subgroup_all_gather = mesh, {}, None
         if mesh.world_size > 1:
             self._move_shards()
         if self._unsharded is not None:
@@ -356,7 +358,15 @@ class BufferBucket(Bucket):
         if not self._made:
             with torch.inference_mode(False), torch.no_grad():
                 self._make_unsharded()
+        kept = self._subgroup_shard is not None and self._subgroup_shard.allocated_bytes > 0
+        if from_subgroup and kept and self._subgroup_all_gather is not None:
+            return [self._subgroup_all_gather]
         return [] if self._all_gather is None else [self._all_gather]
+
+    def free_subgroup_shard(self) -> None:
+        """Free the shard that ``reshard_to_subgroup`` kept."""
+        if self._subgroup_shard is not None:
+            self._subgroup_shard.free()
 
     def _make_unsharded(self) -> None:
         """Create the unsharded parameters and the all-gather that fills them."""

@@ -27,15 +27,13 @@ class PerParameterBucket(BufferBucket):
 
     layout: PerParameterLayout
     _all_gather: PerParameterAllGather | None
-    _subgroup_all_gather: PerParameterAllGather | None  # fills the unsharded buffer from a subgroup
-    _subgroup_shard: Buffer | None  # what this rank keeps for it
+    _subgroup_all_gather: PerParameterAllGather | None
     _subgroup_copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # into that, from the unsharded buffer
 
     def __init__(
         self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh, storage: Storage
     ) -> None:
         super().__init__(parameters, mesh, storage)
-        self._subgroup_all_gather = self._subgroup_shard = None
         self._place(values)
 
     def _place(self, values: Sequence[torch.Tensor]) -> None:
@@ -101,16 +99,6 @@ class PerParameterBucket(BufferBucket):
 
     # ---------------------------------------------------------------- reshard to a subgroup
 
-    def change_transports(self, mesh: ShardMesh) -> None:
-        """Communicate through ``mesh`` from now on, within subgroups too."""
-        self._subgroup_all_gather = None
-        super().change_transports(mesh)
-
-    def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
-        all_gathers = super()._all_gathers(from_subgroup)
-        kept = self._subgroup_shard is not None and self._subgroup_shard.allocated_bytes > 0
-        return [self._subgroup_all_gather] if from_subgroup and kept and self._subgroup_all_gather else all_gathers
-
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's rows of the unsharded parameters over ``size`` consecutive ranks, to unshard from next."""
         if self._unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
@@ -120,11 +108,6 @@ class PerParameterBucket(BufferBucket):
         assert self._subgroup_shard is not None
         self._subgroup_shard.allocate()
         torch._foreach_copy_(*self._subgroup_copies)
-
-    def free_subgroup_shard(self) -> None:
-        """Free the rows that ``reshard_to_subgroup`` kept."""
-        if self._subgroup_shard is not None:
-            self._subgroup_shard.free()
 
     def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
         transport = self.mesh.subgroup(size)

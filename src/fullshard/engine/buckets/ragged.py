@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather
+from fullshard.engine.buckets.all_gather import FlatAllGather
 from fullshard.engine.buckets.slices import SliceBucket
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.ragged import RaggedParameter
@@ -23,12 +23,9 @@ class RaggedBucket(SliceBucket):
     """Parameters as ``RaggedDTensor``s on one slice per rank."""
 
     ragged_parameters: list[RaggedParameter]  # the parameters, by their type
-    _subgroup_all_gather: FlatAllGather | None  # fills the unsharded buffer from a subgroup
-    _subgroup_slice: Buffer | None  # what this rank keeps for it
 
     def __init__(self, parameters: Sequence[RaggedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.ragged_parameters = list(parameters)
-        self._subgroup_all_gather = self._subgroup_slice = None
         super().__init__(parameters, mesh, storage)
 
     def _make_layout(self, itemsize: int) -> FlatLayout:
@@ -65,17 +62,7 @@ class RaggedBucket(SliceBucket):
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the unsharded buffer, and the slice kept for a subgroup, hold at the moment."""
-        return super().allocated_bytes + (0 if self._subgroup_slice is None else self._subgroup_slice.allocated_bytes)
-
-    def change_transports(self, mesh: ShardMesh) -> None:
-        """Communicate through ``mesh`` from now on, within subgroups too."""
-        self._subgroup_all_gather = None
-        super().change_transports(mesh)
-
-    def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
-        all_gathers = super()._all_gathers(from_subgroup)
-        kept = self._subgroup_slice is not None and self._subgroup_slice.allocated_bytes > 0
-        return [self._subgroup_all_gather] if from_subgroup and kept and self._subgroup_all_gather else all_gathers
+        return super().allocated_bytes + (0 if self._subgroup_shard is None else self._subgroup_shard.allocated_bytes)
 
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's slice of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
@@ -84,15 +71,10 @@ class RaggedBucket(SliceBucket):
             return
         transport, numel = self.mesh.subgroup(size), self.layout.unsharded_numel // size
         if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
-            self._subgroup_slice = Buffer(numel, unsharded.dtype, unsharded.device)
-            own = self._subgroup_slice.tensor(0, (numel,), (1,))
+            self._subgroup_shard = Buffer(numel, unsharded.dtype, unsharded.device)
+            own = self._subgroup_shard.tensor(0, (numel,), (1,))
             self._subgroup_all_gather = FlatAllGather(numel, own, unsharded, transport)
-        assert self._subgroup_slice is not None
-        self._subgroup_slice.allocate()
-        kept = self._subgroup_slice.tensor(0, (numel,), (1,))
+        assert self._subgroup_shard is not None
+        self._subgroup_shard.allocate()
+        kept = self._subgroup_shard.tensor(0, (numel,), (1,))
         kept.copy_(unsharded.tensor(transport.rank * numel, (numel,), (1,)))
-
-    def free_subgroup_shard(self) -> None:
-        """Free the slice that ``reshard_to_subgroup`` kept."""
-        if self._subgroup_slice is not None:
-            self._subgroup_slice.free()
