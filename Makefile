@@ -36,6 +36,7 @@ SOME_ON_ACCELERATOR := \
 	$(call of,engine/test_offload,parity parity_on_two_axes mixed_precision gradients_are_added optimizer_in_a_hook \
 		last_backward_at_the_end some_units_offload a_fraction) \
 	$(call of,engine/test_hsdp,interleavings microbatches_add_up_in_the_reduce_dtype) \
+	$(call of,engine/test_ragged,parameters_of_all_kinds subgroups) \
 	$(call of,optim/test_step_overlap,order same_bits writes_after_the_step \
 		wrapper gradients_land_in_inference_mode) \
 	$(call of,checkpoint/test_save_load,any_kind_continues_what_another_saved background_saves_use_the_same_memory_again) \
