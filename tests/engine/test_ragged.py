@@ -407,6 +407,8 @@ def test_meta_initialization(rank: Rank) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=rank.mesh, layout="ragged")
     fully_shard(model, mesh=rank.mesh, layout="ragged")
+    whole = model.layers[0].weight.detach().full_tensor()  # on all ranks, also on those without a part
+    assert whole.is_meta and whole.shape == (7, 6)
     model.to_empty(device=rank.device)
     reference = Mlp(6, 7, 15, 5)
     for each in (model, reference):

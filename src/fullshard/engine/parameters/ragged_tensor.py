@@ -353,11 +353,11 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
     spec, local = tensor._spec, tensor._local_tensor
     axis, placement = ragged_placement(spec)
     group, own, rank = spec.mesh.get_group(axis), placement.slot.parameter, _rank_on_axis(spec)
-    device = _device_of(spec.mesh)
+    device = local.device if local.is_meta else _device_of(spec.mesh)
     whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=device)
     flat = whole.as_strided((own.numel,), (1,))
-    works, parts = [], []
-    for source in range(spec.mesh.size(axis)):
+    works = []
+    for source in () if local.is_meta else range(spec.mesh.size(axis)):
         start, numel, _ = placement.shard(source)
         if not numel:
             continue
@@ -365,8 +365,7 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
         if source == rank:
             part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
         if spec.mesh.size(axis) > 1:
-            works.append(dist.broadcast(part.detach(), group=group, group_src=source, async_op=True))
-            parts.append(part)
+            works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
     for work in works:
         work.wait()
     placements = tuple(Replicate() if i == axis else p for i, p in enumerate(spec.placements))
@@ -402,6 +401,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return [bound[name] for name in writes if name in bound]
 
 
+def _placed_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
+    """True if the same ranks hold the same elements."""
+    return one is other or (one.placements == other.placements and one.mesh == other.mesh)
+
+
 def _whole(value: Any) -> Any:
     """All elements of a ragged DTensor, for an operation on a tensor of another placement."""
     return value.unsharded() if isinstance(value, RaggedDTensor) else value
@@ -417,7 +421,7 @@ def _operand(value: Any, like: RaggedDTensor) -> Any:
         return value
     spec = like._spec
     _, placement = ragged_placement(spec)
-    if isinstance(value, DTensor) and (value._spec is spec or value._spec.placements == spec.placements):
+    if isinstance(value, DTensor) and _placed_alike(value._spec, spec):
         # One that is no RaggedDTensor was made by DTensor.from_local of a part, or by torch, of the whole tensor.
         local, rank = value._local_tensor, _rank_on_axis(spec)
         if type(value) is RaggedDTensor or tuple(local.shape) == placement.local_shape(rank):
@@ -435,7 +439,7 @@ def _operand(value: Any, like: RaggedDTensor) -> Any:
 
 def _check_written(value: Any, like: RaggedDTensor) -> None:
     """Raise NotImplementedError if a tensor that is written to is not sharded as ``like``: writes would be lost."""
-    if type(value) is not RaggedDTensor or value._spec.placements != like._spec.placements:
+    if type(value) is not RaggedDTensor or not _placed_alike(value._spec, like._spec):
         placed = value.placements if isinstance(value, DTensor) else "no placements"
         raise NotImplementedError(
             f"expected a RaggedDTensor with {like._spec.placements}, as the parameter (shape {tuple(like.shape)}) has, "
