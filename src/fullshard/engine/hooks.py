@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import Function, Variable
+import torch.nn.functional as F
+from torch.autograd import Function, Variable, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -47,6 +48,8 @@ __all__ = [
     "differentiable",
     "end_saved_tensor_hooks",
     "in_backward",
+    "linear",
+    "may_differentiate_linear",
     "may_hook_saved_tensors",
     "outside_transforms",
     "register_post_backward",
@@ -157,6 +160,76 @@ def differentiable(
 ) -> Any:
     """Return ``forward(value)``, which ``backward`` turns a gradient of into one of ``value``."""
     return _Differentiable.apply(value, forward, backward)  # type: ignore[no-untyped-call]
+
+
+class _Linear(Function):
+    """``F.linear`` whose backward writes the gradient of the weight into memory that it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        place: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.place = place
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs = of_weight = of_bias = None
+        rows = gradient.reshape(-1, weight.shape[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            if ctx.needs_input_grad[0]:
+                of_inputs = rows.mm(weight).view(inputs.shape)
+            if ctx.needs_input_grad[1]:
+                place = ctx.place() if _only_accumulates(ctx.next_functions[1][0]) else None
+                columns, flat = rows.t(), inputs.reshape(-1, weight.shape[1])
+                of_weight = columns.mm(flat) if place is None else torch.mm(columns, flat, out=place)
+            if ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias, None
+
+
+def _only_accumulates(node: Any) -> bool:
+    """True if the pass that runs now, which makes no graph, gives what is computed for ``node`` to ``.grad`` alone."""
+    if torch.is_grad_enabled():
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad returns it to its caller
+        return False
+
+
+def linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Callable[[], torch.Tensor | None]
+) -> torch.Tensor:
+    """Return ``F.linear(inputs, weight, bias)``, with a backward that can write the weight's gradient where it is sent.
+
+    Args:
+        inputs: Shape (..., columns of ``weight``), in the dtype of ``weight``.
+        weight: A leaf.
+        bias: Of the same dtype, or None.
+        place: Called in backward: returns memory in the shape and dtype of ``weight``, or None for a new tensor.
+    """
+    return _Linear.apply(inputs, weight, bias, place)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def may_differentiate_linear(inputs: Any, weight: torch.Tensor, bias: Any) -> bool:
+    """True if ``linear`` gives what ``F.linear`` would: outside of compiled code, transforms and autocast."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    if type(inputs) is not torch.Tensor or inputs.dim() < 2 or inputs.dtype is not weight.dtype:
+        return False
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dtype is not weight.dtype):
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return not torch.is_autocast_enabled(inputs.device.type)
 
 
 def register_post_backward(

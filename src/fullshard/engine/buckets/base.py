@@ -169,6 +169,17 @@ class Bucket:
         """Elements whose size decides if a parameter is quantized, and whose they are if not all its own."""
         return self.parameters[index].shape.numel, ""
 
+    @property
+    def never_in_place(self) -> str:
+        """Why gradients cannot be written in place; empty if they can, see [Note: Gradients written in place]."""
+        return "its parameters are cut one by one: large gradients are sent from where autograd computes them"
+
+    def write_gradients_in_place(self, enabled: bool) -> None:
+        """Have backward write weight gradients of Linear layers where they are sent, if possible, or no longer."""
+
+    def take_gradients(self, enabled: bool) -> None:
+        """At the beginning of a backward: messages take gradients, see [Note: Gradients written in place]; or none."""
+
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
@@ -253,13 +264,17 @@ class Bucket:
                     flags = [True] * len(key)
                     pending.append(GradReduction(other, [None] * len(key), terms, self.partial_reduce_output, flags))
         if trainable:
-            plan = self._plans.get(trainable)
-            if plan is None:
-                plan = self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
+            plan = self._plan_of(trainable)
             gradients = [parameter.take_gradient() for parameter in plan.parameters]
             flags = [i in expected for i in trainable]
             pending.append(GradReduction(plan, gradients, terms, self.partial_reduce_output, flags))
         return pending
+
+    def _plan_of(self, trainable: tuple[int, ...]) -> ReductionPlan:
+        plan = self._plans.get(trainable)
+        if plan is None:
+            plan = self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
+        return plan
 
     def note_trainable(self) -> None:
         """Have the next reduction include the parameters that are trainable now."""
@@ -269,6 +284,12 @@ class Bucket:
         """Forget gradients that were not reduced, or not over all axes."""
         self._has_unreduced_grads.clear()
         self.partial_reduce_output.drop()
+        self.drop_taken()
+
+    def drop_taken(self) -> None:
+        """Forget gradients that messages have taken: they are elsewhere by now, or of no use."""
+        for plan in self._plans.values():
+            plan.message.drop_taken()
 
     @property
     def plans(self) -> list[ReductionPlan]:

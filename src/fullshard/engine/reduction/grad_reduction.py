@@ -72,6 +72,7 @@ class GradReduction:
         self._partial_reduce_output = partial_reduce_output
         self.all_reduced_later, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
         present = [gradient is not None for gradient in gradients]
+        plan.message.end_taking(gradients)
         self._inputs = plan.inputs(gradients, writable=plan.reduces_in_place or terms.scatter.before != 1)
         self._earlier = partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
@@ -106,7 +107,7 @@ class GradReduction:
     def copy_in(self) -> None:
         """Pack gradients; on the compute stream, which made them and uses their memory again."""
         if self._packed or self.plan.reduces_in_place:
-            if self.terms.hook is not None or self.plan.zeroes_message:
+            if (self.terms.hook is not None or self.plan.zeroes_message) and not self.plan.message.has_written:
                 for operand in self._packed:
                     operand.unsharded.zero_()
             self.plan.message.pack(self._inputs, self._memory)

@@ -25,7 +25,7 @@ from fullshard.engine.parameters.placement import dtensor
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
-from fullshard.memory import Buffer, empty
+from fullshard.memory import Buffer, empty, free_storage
 
 __all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "ReductionMessage", "ReductionPlan"]
 
@@ -81,6 +81,10 @@ class ReductionMessage(Buffer):
     _copies: Sequence[PackCopy]  # what fills the rest of it
     _gaps: Sequence[View]  # what no copy fills and has to be zero
     _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
+    _takes: bool  # backward may write gradients into it, see [Note: Gradients written in place]
+    _given: dict[int, ParameterShape]  # gradients that backward was given memory for
+    _references: int  # to the memory, when the first was given
+    _written: frozenset[int]  # gradients that lie in their places and are not packed
 
     def __init__(
         self,
@@ -94,9 +98,14 @@ class ReductionMessage(Buffer):
     ) -> None:
         super().__init__(numel, dtype, device)
         self._rows, self._ranks, self._zeros = rows, ranks, {}
-        self._copies, self._gaps, self.whole = copies, gaps, self.tensor(0, (numel,), (1,))
-        self._places = self._places_in(self.whole) if numel else ([], [])
+        self._copies, self._gaps = copies, gaps
+        self._takes, self._given, self._references, self._written = False, {}, 0, frozenset()
+        self._make_tensors()
         self.free()
+
+    def _make_tensors(self) -> None:
+        self.whole = self.tensor(0, (self.numel,), (1,))
+        self._places = self._places_in(self.whole) if self.numel else ([], [])
 
     @property
     def packs_rows(self) -> bool:
@@ -116,7 +125,7 @@ class ReductionMessage(Buffer):
             gradient = inputs[copy.gradient]
             if gradient is None:
                 zeros.append(place)
-            else:
+            elif copy.gradient not in self._written:
                 targets.append(place)
                 sources.append(gradient if copy.source is None else copy.source.on(gradient))
         if zeros:
@@ -139,6 +148,72 @@ class ReductionMessage(Buffer):
             for each, gradient in zip(self._rows, packed, strict=True)
         ]
         torch._chunk_cat(parts, 0, self._ranks, out=memory.view(self._ranks, -1))
+
+    # ---------------------------------------------------------------- [Note: Gradients written in place]
+
+    def take_gradients(self, enabled: bool) -> None:
+        """Have backward write gradients into the message from now on, unless it is in flight; or no longer."""
+        self._takes = enabled and self.numel > 0 and (bool(self._given) or not self.allocated_bytes)
+
+    def place_of(self, gradient: int, shape: ParameterShape) -> torch.Tensor | None:
+        """Memory for a gradient where it is sent; None if the message takes none, or has taken this one."""
+        if not self._takes or gradient in self._given:
+            return None
+        self.allocate()
+        if not self._given:
+            self._references = self.references
+        self._given[gradient] = shape
+        return self.tensor(self._copies[gradient].target.offset, shape.shape, shape.stride)
+
+    def end_taking(self, gradients: Gradients) -> None:
+        """Take no more gradients: these are to be packed. Those that lie in their places will not be copied.
+
+        If anybody else refers to the memory, which is about to be freed, it is left to them.
+        """
+        self._takes = False
+        if not self._given:
+            return
+        own = self._storage._cdata
+        on_message = {i: g for i, g in enumerate(gradients) if g is not None and _storage_of(g) == own}
+        others = self.references - self._references - len(on_message)
+        if others > 0 or not all(self._lies_in_place(index, gradient) for index, gradient in on_message.items()):
+            self.leave()
+        else:
+            self._written = frozenset(on_message)
+        self._given.clear()
+
+    def _lies_in_place(self, index: int, gradient: torch.Tensor) -> bool:
+        """True if a gradient on the memory of the message is the one that it took there, as it has to be sent."""
+        shape, target = self._given.get(index), self._copies[index].target
+        if shape is None or gradient.dtype is not self.dtype or gradient.storage_offset() != target.offset:
+            return False
+        return (tuple(gradient.shape), gradient.stride()) == (shape.shape, shape.stride)
+
+    @property
+    def has_written(self) -> bool:
+        """True if gradients lie in it already."""
+        return bool(self._written)
+
+    def drop_taken(self) -> None:
+        """Take no more gradients, and forget those that were written; whoever refers to them keeps their memory."""
+        self._takes = False
+        if self._given:
+            self._given.clear()
+            if self.references > self._references:
+                self.leave()
+            else:
+                self.free()
+
+    def leave(self) -> None:
+        """Leave the memory to the tensors on it, and have new memory."""
+        super().leave()
+        self._make_tensors()
+        free_storage(self._storage, self._pool)
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._written = frozenset()
+        super().free()
 
     def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""
@@ -357,6 +432,11 @@ class ReductionPlan:
             return None
         named = zip(self.parameters, self.views, present, strict=True)
         return [(p, dtensor(view.on(shards[tensor]), p.spec)) for p, (tensor, view), is_there in named if is_there]
+
+
+def _storage_of(gradient: torch.Tensor) -> int | None:
+    """Identity of the memory; None for a sparse tensor."""
+    return gradient.untyped_storage()._cdata if gradient.layout is torch.strided else None
 
 
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:

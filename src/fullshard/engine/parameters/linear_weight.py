@@ -1,0 +1,74 @@
+"""Unsharded weights of Linear layers whose gradients backward writes straight into the message that is reduced.
+
+[Note: Gradients written in place]
+Autograd computes a gradient into memory of its own, which is then copied into the message of the reduce-scatter. With
+``set_write_gradients_in_place`` the matrix multiplication of a Linear layer's weight gradient writes to its place in
+the message:
+- The unsharded weight is a ``LinearWeight``, for which ``F.linear`` is another autograd function. In compiled code,
+  autocast and transforms it is torch's own.
+- When the backward of a unit begins, its message takes gradients, unless it is in flight. The first gradient allocates
+  it. A place is given once: what a weight that is used twice gets the second time is ordinary memory, autograd adds
+  both up elsewhere, and the sum is packed.
+- Packing leaves out what lies in its place.
+- Users may keep such a gradient (a hook on the parameter sees it), although the memory is about to be freed. So before
+  it is sent, the references to the message's memory are counted. If there are others than ours, the memory is left to
+  them, and the gradients are packed into new memory.
+
+What lost: to accumulate into the place with ``addmm``, as a second use of a weight could: autograd still adds up what
+both nodes return. A ``forward`` of our own on every Linear layer: users replace it too, and subclasses have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.engine import hooks
+from fullshard.engine.parameters.sharded import ShardedParameter
+
+__all__ = ["LinearWeight", "is_linear_weight", "write_in_place"]
+
+Place = Callable[[], "torch.Tensor | None"]
+
+_PLACE = "_fullshard_place"  # attribute of a LinearWeight
+
+
+class LinearWeight(nn.Parameter):
+    """The unsharded weight of Linear layers, whose gradient may be written in place."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one function; ``F.linear`` with this weight with a backward of our own."""
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) > 1 and type(args[1]) is cls and kwargs.keys() <= {"bias"}:
+            inputs, weight, bias = args if len(args) == 3 else (*args, kwargs.get("bias"))
+            if hooks.may_differentiate_linear(inputs, weight, bias):
+                return hooks.linear(inputs, weight, bias, weight.__dict__[_PLACE])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def is_linear_weight(parameter: ShardedParameter) -> bool:
+    """True if a Linear layer holds the parameter as its weight, and it is not cut for tensor parallelism."""
+    if len(parameter.shape.shape) != 2 or parameter.placement.own is not None:
+        return False
+    if not parameter.sharded.dtype.is_floating_point:
+        return False
+    held = ((owner.module(), owner.name) for owner in parameter.owners)
+    return any(isinstance(module, nn.Linear) and name == "weight" for module, name in held)
+
+
+def write_in_place(parameter: ShardedParameter, place: Place | None) -> None:
+    """Have the unsharded parameter's gradient written to what ``place`` returns; None: no longer."""
+    unsharded = parameter.unsharded
+    unsharded.__dict__.pop(_PLACE, None)
+    unsharded.__class__ = nn.Parameter
+    if place is not None:
+        unsharded.__class__ = LinearWeight
+        unsharded.__dict__[_PLACE] = place
