@@ -41,6 +41,7 @@ from bench.contestants import (
     FSDP1_FLAT,
     FSDP2,
     FULLSHARD,
+    IN_PLACE,
     PEER_WITH_SAME_FLAG,
     RAGGED,
     UNSHARDED,
@@ -57,7 +58,7 @@ from fullshard.comm import NcclTransport
 
 TITLE = "Host time per unit"
 PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, WRAPPER, WRAPPER_FLAT)
+SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, IN_PLACE, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
@@ -65,7 +66,7 @@ TINY, DIRECT = "tiny units", "nine direct parameters"
 # What fullshard may cost of FSDP2, by model and figure.
 TARGETS = {(TINY, "forward_backward"): 0.25, (DIRECT, "forward_backward"): 0.35, (TINY, "step"): 0.30}
 # Who runs the second model.
-OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED)
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED, IN_PLACE)
 PARAMETERS, WIDTH = 9, 16
 
 Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
@@ -112,7 +113,9 @@ class Runner:
         self.inputs = torch.randn(1, WIDTH).to(self.device)
         contestant = CONTESTANTS[system]
         with mock.patch.dict(os.environ, contestant.environment):
-            self.model: nn.Module = distribute(contestant.system, model.to(self.device), type(model[0]), self.device)
+            kind_of_unit, in_place = type(model[0]), contestant.in_place
+            model = model.to(self.device)
+            self.model: nn.Module = distribute(contestant.system, model, kind_of_unit, self.device, in_place=in_place)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         for _ in range(options.warmup_steps):
             self.step()

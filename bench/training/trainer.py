@@ -97,8 +97,8 @@ class Trainer:
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
         cpu, model = torch.device("cpu"), GPT(self.shape)
         set_allocator(contestant)
-        prefetch, keep_last = contestant.prefetch, contestant.keep_last
-        self.model = distribute(contestant.system, model, Block, cpu, mode, prefetch=prefetch, keep_last=keep_last)
+        chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "in_place")}
+        self.model = distribute(contestant.system, model, Block, cpu, mode, **chosen)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
 
     def warm_up(self, steps: int) -> dict[str, object]:

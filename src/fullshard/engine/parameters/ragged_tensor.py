@@ -38,7 +38,10 @@ __all__ = [
     "SHARDED_TYPES",
     "RaggedDTensor",
     "RaggedShard",
+    "make_ragged",
+    "part_of",
     "ragged_placement",
+    "rebuild_shard",
     "regions_of_slice",
 ]
 
@@ -92,10 +95,11 @@ class RaggedShard(Placement):
         return f"RaggedShard({cut}, offset={slot.unsharded_offset}, slice={slot.slice_numel})"
 
     def __reduce__(self) -> tuple[Callable[..., RaggedShard], tuple[FlatSlot, bool]]:
-        return _ragged_shard, (self.slot, self.by_rows)
+        return rebuild_shard, (self.slot, self.by_rows)
 
 
-def _ragged_shard(slot: FlatSlot, by_rows: bool) -> RaggedShard:
+def rebuild_shard(slot: FlatSlot, by_rows: bool) -> RaggedShard:
+    """Make a placement again that was pickled."""
     return RaggedShard(slot, by_rows=by_rows)
 
 
@@ -155,7 +159,7 @@ class RaggedDTensor(DTensor):
         if name in _NEW:
             return _new(func, first, args, kwargs)
         if _keeps_shape(name, first, args):
-            return _ragged(first._local_tensor.view_as(first._local_tensor), first._spec)
+            return make_ragged(first._local_tensor.view_as(first._local_tensor), first._spec)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if name in _LOCAL or (torch.Tag.pointwise in func.tags and not random):
             return _run_locally(func, first, args, kwargs)
@@ -187,7 +191,7 @@ class RaggedDTensor(DTensor):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return local
         result: torch.Tensor = hooks.differentiable(
-            self, lambda _: local.view_as(local), lambda gradient: _ragged(gradient, spec)
+            self, lambda _: local.view_as(local), lambda gradient: make_ragged(gradient, spec)
         )
         return result
 
@@ -197,7 +201,9 @@ class RaggedDTensor(DTensor):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return _gathered(self)
         result: DTensor = hooks.differentiable(
-            self, lambda _: _gathered(self), lambda gradient: _ragged(_part(_replicated(gradient, spec), spec), spec)
+            self,
+            lambda _: _gathered(self),
+            lambda gradient: make_ragged(part_of(_replicated(gradient, spec), spec), spec),
         )
         return result
 
@@ -238,7 +244,19 @@ class RaggedDTensor(DTensor):
             return [(Region.whole(self.shape), self._local_tensor.detach().new_empty(self.shape))]
         placement = ragged_placement(self._spec)[1]
         own, shard = placement.slot.parameter, placement.shard(_rank_on_axis(self._spec))
-        return list(regions_of_slice(own.shape, own.stride, shard, self._local_tensor.detach()))
+        local = self._local_tensor.detach()
+        if type(local) is torch.Tensor:
+            return list(regions_of_slice(own.shape, own.stride, shard, local))
+        if not placement.by_rows:
+            raise NotImplementedError(
+                f"distributed checkpoint: expected whole rows of a {type(local).__name__}, which cannot be cut, found "
+                f"elements {shard.start} to {shard.start + shard.numel} of shape {tuple(self.shape)}; shard with "
+                "granularity='row', or a number of rows"
+            )
+        whole = Region.whole(own.shape)  # quantized state
+        begin = shard.start // max(1, math.prod(own.shape[1:]))
+        rows = Region((begin, *whole.offsets[1:]), tuple(local.shape))
+        return [(rows, local)] if shard.numel else []
 
     def __create_chunk_list__(self) -> list[Any]:
         """The chunks that this rank holds, for distributed checkpoint."""
@@ -318,7 +336,7 @@ def _keeps_shape(name: str, tensor: RaggedDTensor, args: tuple[Any, ...]) -> boo
     return tuple(args[1]) == tuple(tensor.shape) and (len(args) < 3 or tuple(args[2]) == tuple(tensor.stride()))
 
 
-def _ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+def make_ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     """Make the ragged DTensor of ``spec``, in the dtype of ``local``."""
     meta = spec.tensor_meta
     assert meta is not None
@@ -333,7 +351,7 @@ def _rank_on_axis(spec: DTensorSpec) -> int:
     return spec.mesh.get_local_rank(axis)
 
 
-def _part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
+def part_of(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of a DTensor that is replicated on the ragged axis."""
     return ragged_placement(spec)[1].part(value._local_tensor.detach(), _rank_on_axis(spec)).clone()
 
@@ -430,7 +448,7 @@ def _operand(value: Any, like: RaggedDTensor) -> Any:
     if not value.dim() and like.dim():
         return value.full_tensor() if isinstance(value, DTensor) else value
     if tuple(value.shape) == tuple(like.shape):
-        return _part(_replicated(value, spec), spec)
+        return part_of(_replicated(value, spec), spec)
     raise NotImplementedError(
         f"expected tensors of one shape, or numbers, in an operation on a parameter that is sharded with "
         f"layout='ragged', found shapes {tuple(like.shape)} and {tuple(value.shape)}; use full_tensor()"
@@ -460,7 +478,7 @@ def _run_locally(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs:
     def wrap(value: Any) -> Any:
         if value is local:  # operations in place return what they were given
             return first
-        return _ragged(value, first._spec) if isinstance(value, torch.Tensor) else value
+        return make_ragged(value, first._spec) if isinstance(value, torch.Tensor) else value
 
     return tree_map(wrap, func(*args, **kwargs))
 
@@ -477,7 +495,7 @@ def _drawn(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[
     if func._schema.is_mutable:
         local.copy_(part)
         return first
-    return _ragged(part.clone(), first._spec)
+    return make_ragged(part.clone(), first._spec)
 
 
 def _new(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -485,7 +503,7 @@ def _new(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[st
     _, size, *rest = args
     local = first._local_tensor
     if tuple(size) == tuple(first.shape):
-        return _ragged(func(local, local.shape, *rest, **kwargs), first._spec)
+        return make_ragged(func(local, local.shape, *rest, **kwargs), first._spec)
     mesh = first._spec.mesh
     made = func(local, size, *rest, **kwargs)
     return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -630,7 +648,7 @@ def _run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func._schema.is_mutable:
         return owners if func._schema.returns else None
     return [
-        _ragged(results[index], owner._spec) if isinstance(owner, RaggedDTensor) else results[index]
+        make_ragged(results[index], owner._spec) if isinstance(owner, RaggedDTensor) else results[index]
         for index, owner in enumerate(owners)
     ]
 

@@ -1,0 +1,154 @@
+"""Have torch's functions that make DTensors of parts, or cut whole tensors, know ``RaggedShard``.
+
+[Note: torch's functions and RaggedShard]
+Programs hand the placements of a parameter on: ``DTensor.from_local(state, p.device_mesh, p.placements)`` makes the
+state of an optimizer (torchao's do), ``distribute_tensor(value, p.device_mesh, p.placements)`` a parameter to load.
+torch refuses the second, and of the first it makes a plain DTensor, with which some operations compute something
+else without a word. So from the first ragged parameter on these functions make ``RaggedDTensor``s of what has a
+``RaggedShard``, and are torch's own for everything else. Those who have imported ``distribute_tensor`` by name before
+still get torch's, which raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed._state_dict_utils as state_dicts
+import torch.distributed.tensor as tensors
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from fullshard.engine import hooks
+from fullshard.engine.parameters.ragged_tensor import (
+    RaggedDTensor,
+    RaggedShard,
+    make_ragged,
+    part_of,
+    ragged_placement,
+    rebuild_shard,
+)
+from fullshard.layout import FlatSlot, ParameterShape
+
+__all__ = ["teach_torch"]
+
+
+@functools.cache
+def teach_torch() -> None:
+    """Have torch's functions know ``RaggedShard`` from now on, see [Note: torch's functions and RaggedShard]."""
+    DTensor.from_local = staticmethod(_knowing(DTensor.from_local, _from_local))  # type: ignore[method-assign]
+    distribute: Any = _knowing(tensors.distribute_tensor, _distribute_tensor)
+    modules: tuple[Any, ...] = (tensors, tensors._api, state_dicts)
+    for module in modules:
+        module.distribute_tensor = distribute
+    state_dicts._distribute_tensors = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
+    torch.serialization.add_safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard])
+
+
+def _knowing(original: Callable[..., Any], ours: Callable[..., DTensor]) -> Callable[..., Any]:
+    """``original``, and ``ours`` for plain tensors and placements with a RaggedShard."""
+
+    @functools.wraps(original)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        tensor, mesh, placements = (*args[:3], None, None, None)[:3]
+        mesh, placements = kwargs.get("device_mesh", mesh), kwargs.get("placements", placements)
+        ragged = placements is not None and any(type(placement) is RaggedShard for placement in placements)
+        if not ragged or mesh is None or isinstance(tensor, DTensor):
+            return original(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return either
+
+
+def _spec(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensorSpec:
+    own = next(p for p in placements if isinstance(p, RaggedShard)).slot.parameter
+    meta = TensorMeta(torch.Size(own.shape), own.stride, tensor.dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def _from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """``DTensor.from_local`` for this rank's part. A gradient has the same placements.
+
+    Raises:
+        ValueError: If the part, or the global shape, is another one than that of the placement.
+    """
+    local, spec = local_tensor, _spec(local_tensor, device_mesh, placements)
+    axis, placement = ragged_placement(spec)
+    expected = placement.local_shape(device_mesh.get_local_rank(axis))
+    if tuple(local.shape) != expected or (shape is not None and tuple(shape) != tuple(spec.shape)):
+        found = f"a tensor of shape {tuple(local.shape)}" + ("" if shape is None else f" of shape {tuple(shape)}")
+        raise ValueError(
+            f"DTensor.from_local: expected this rank's part, of shape {expected}, of a parameter of shape "
+            f"{tuple(spec.shape)} that is sharded with layout='ragged', found {found}; use distribute_tensor for a "
+            "whole tensor"
+        )
+    if local.device.type != device_mesh.device_type and not local.is_meta:
+        local = local.to(device_mesh.device_type)
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return make_ragged(local.detach(), spec)
+    made = hooks.differentiable(
+        local, lambda value: make_ragged(value.detach(), spec), lambda gradient: gradient._local_tensor
+    )
+    return cast("DTensor", made)
+
+
+def _distribute_tensor(
+    tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
+) -> DTensor:
+    """``distribute_tensor``: the values of one rank, of which every rank keeps its part.
+
+    Raises:
+        ValueError: If the value has another shape than the parameter.
+    """
+    spec = _spec(tensor, device_mesh, placements)
+    if tuple(tensor.shape) != tuple(spec.shape):
+        raise ValueError(
+            f"distribute_tensor: expected a tensor of shape {tuple(spec.shape)}, that of the parameter whose placements"
+            f" {tuple(placements)} are, found {tuple(tensor.shape)}"
+        )
+    replicated = [Replicate()] * device_mesh.ndim
+    whole = tensors.distribute_tensor(tensor, device_mesh, replicated, src_data_rank=src_data_rank)
+    made = make_ragged(part_of(whole, spec), spec)
+    made.requires_grad = tensor.requires_grad
+    return made
+
+
+def _distribute_in_state_dict(
+    original: Callable[..., None], local_state: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any
+) -> None:
+    """Put whole tensors that all ranks have into ragged entries, and leave the other entries to torch.
+
+    Args:
+        original: torch's function.
+        local_state: By key, the present DTensor and a whole tensor.
+        keys: Of the entries.
+        args: Of ``original``.
+        kwargs: Of ``original``.
+    """
+    others = []
+    for key in keys:
+        entry = local_state.get(key)
+        if not isinstance(entry, tuple) or not isinstance(entry[0], RaggedDTensor):
+            others.append(key)
+            continue
+        present, whole = entry
+        if present.is_meta:
+            local_state[key] = _distribute_tensor(whole, present.device_mesh, present.placements, src_data_rank=None)
+        else:
+            present.detach().copy_(whole)
+            local_state[key] = present
+    if others:
+        original(local_state, others, *args, **kwargs)
