@@ -5,13 +5,13 @@ Programs hand the placements of a parameter on: ``DTensor.from_local(state, p.de
 state of an optimizer (torchao's do), ``distribute_tensor(value, p.device_mesh, p.placements)`` a parameter to load.
 torch refuses the second, and of the first it makes a plain DTensor, with which some operations compute something
 else without a word. So from the first ragged parameter on these functions make ``RaggedDTensor``s of what has a
-``RaggedShard``, and are torch's own for everything else. Those who have imported ``distribute_tensor`` by name before
-still get torch's, which raises.
+``RaggedShard``, and are torch's own for everything else.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -41,10 +41,10 @@ __all__ = ["teach_torch"]
 def teach_torch() -> None:
     """Have torch's functions know ``RaggedShard`` from now on, see [Note: torch's functions and RaggedShard]."""
     DTensor.from_local = staticmethod(_knowing(DTensor.from_local, _from_local))  # type: ignore[method-assign]
-    distribute: Any = _knowing(tensors.distribute_tensor, _distribute_tensor)
-    modules: tuple[Any, ...] = (tensors, tensors._api, state_dicts)
-    for module in modules:
-        module.distribute_tensor = distribute
+    known = tensors.distribute_tensor
+    for module in list(sys.modules.values()):  # in torch, and where it was imported by name
+        if module is not None and vars(module).get(known.__name__) is known:
+            setattr(module, known.__name__, _knowing(known, _distribute_tensor))
     state_dicts._distribute_tensors = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
     torch.serialization.add_safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard])
 
