@@ -514,6 +514,50 @@ def test_muon(rank: Rank, granularity: Any) -> None:
     assert {tuple(state) for state in optimizers[0].state.values()} == {("momentum_buffer",)}
 
 
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one number of state per row, as for tables of embeddings."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step this rank's rows."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows, gradients = rows_of(parameter.detach()), rows_of(parameter.grad)
+                total = self.state[parameter].setdefault("sum", rows.new_zeros(len(rows), 1))
+                total += gradients.square().mean(dim=1, keepdim=True)
+                rows -= group["lr"] * gradients / (total.sqrt() + 1e-8)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, as a matrix."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local if local.dim() == 2 else local[:, None]
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("granularity", ["row", 2, "parameter"])
+def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
+    """Optimizers and quantization that need whole rows find them in local tensors, whatever the number of ranks."""
+    model, reference = sharded(rank, granularity)
+    optimizers = [RowWiseAdagrad(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(4):
+        loss = square_loss(step)
+        loss(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss)
+        for optimizer, trained in zip(optimizers, (model, reference), strict=True):
+            optimizer.step()
+            trained.zero_grad()
+    assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
+    for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        rows = rows_of(ours.detach())
+        first = ours.placements[0].shard(rank.rank).start // rows.shape[1]
+        expected = rows_of(whole.detach()).abs().amax(dim=1)[first : first + len(rows)]
+        assert_close(rows.abs().amax(dim=1), expected, "scales of rows", 1e-4, 1e-5)
+
+
 @on_ranks(2)
 def test_quantized_communication(rank: Rank) -> None:
     """A unit's slice is quantized as a whole; gradients are those of full precision but for its rounding."""
