@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from checkpoint.kinds import shared_folder
@@ -512,6 +513,24 @@ def test_muon(rank: Rank, granularity: Any) -> None:
     alone = rank.world_size == 1 or granularity == "parameter"
     assert not alone or (optimizers[0].traffic().total == 0 and not optimizers[0].plan().rounds)
     assert {tuple(state) for state in optimizers[0].state.values()} == {("momentum_buffer",)}
+
+
+@on_ranks(4)
+def test_operands_of_another_mesh(rank: Rank) -> None:
+    """Tensors that are cut alike over other ranks are not added part by part."""
+    mesh = init_device_mesh(rank.mesh.device_type, (2, 2), mesh_dim_names=("a", "b"))
+    found = []
+    for axis in ("a", "b"):
+        model = build(Mlp, 6, 6)
+        fully_shard(model, mesh=mesh[axis], layout="ragged", granularity="row")
+        found.append(model.layers[0].weight.detach())
+    one, other = found
+    assert one.placements == other.placements and one.device_mesh != other.device_mesh
+    whole = one.full_tensor()
+    values = torch.arange(36.0, device=rank.device).view(6, 6)
+    other.copy_(values)
+    for added in (other, other.full_tensor()):
+        assert_equal(one.add(added).full_tensor(), whole + values, "sum")
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

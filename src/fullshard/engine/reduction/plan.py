@@ -83,7 +83,7 @@ class ReductionMessage(Buffer):
     _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
     _takes: bool  # backward may write gradients into it, see [Note: Gradients written in place]
     _given: dict[int, ParameterShape]  # gradients that backward was given memory for
-    _references: int  # to the memory, when the first was given
+    _references: int  # to the memory: our own
     _written: frozenset[int]  # gradients that lie in their places and are not packed
 
     def __init__(
@@ -99,13 +99,14 @@ class ReductionMessage(Buffer):
         super().__init__(numel, dtype, device)
         self._rows, self._ranks, self._zeros = rows, ranks, {}
         self._copies, self._gaps = copies, gaps
-        self._takes, self._given, self._references, self._written = False, {}, 0, frozenset()
+        self._takes, self._given, self._written = False, {}, frozenset()
         self._make_tensors()
         self.free()
 
     def _make_tensors(self) -> None:
         self.whole = self.tensor(0, (self.numel,), (1,))
         self._places = self._places_in(self.whole) if self.numel else ([], [])
+        self._references = self.references
 
     @property
     def packs_rows(self) -> bool:
@@ -160,8 +161,6 @@ class ReductionMessage(Buffer):
         if not self._takes or gradient in self._given:
             return None
         self.allocate()
-        if not self._given:
-            self._references = self.references
         self._given[gradient] = shape
         return self.tensor(self._copies[gradient].target.offset, shape.shape, shape.stride)
 
