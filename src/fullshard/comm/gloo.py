@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -50,8 +50,6 @@ class GlooTransport(Transport):
 
     # Below this a message costs its latency rather than its bytes. A judgment, not yet swept.
     direct_bytes: int = 64 * 1024
-    # See [Note: Pieces].
-    piece_bytes: int = 4 * 1024 * 1024
 
     _record: GroupRecord
 
@@ -124,10 +122,10 @@ class GlooTransport(Transport):
         self, exchange: _Exchange, sent: Sequence[torch.Tensor], operands: Sequence[Operand], part: _PartOf
     ) -> None:
         """Send the same to every rank, and receive each rank's part of the operands in its place."""
-        messages = exchange.pack(self._cut(sent))
+        messages = exchange.pack(sent)
         for peer in self._peers():
             exchange.send(peer, messages)
-            exchange.receive(peer, self._cut(part(operand, peer) for operand in operands))
+            exchange.receive(peer, [part(operand, peer) for operand in operands])
 
     def _sums(
         self,
@@ -138,27 +136,18 @@ class GlooTransport(Transport):
         part: _PartOf,
     ) -> list[HostWork]:
         """Send every rank its part of the operands; add up what arrives, and this rank's ``own``, in ``targets``."""
-        scalings = [scaling for (_, scaling), target in zip(operands, targets, strict=True) for _ in self._cut([target])]
-        own, targets = self._cut(own), self._cut(targets)
         terms = [{self.rank: mine} for mine in own]
         for peer in self._peers():
             for term, mine, target in zip(terms, own, targets, strict=True):
                 # The first of the others' is received in the target itself, unless this rank's own lies there.
                 is_first = peer == (0 if self.rank else 1) and target is not mine
                 term[peer] = target if is_first else torch.empty_like(target)
-            exchange.send(peer, exchange.pack(self._cut(part(operand, peer) for operand, _ in operands)))
+            exchange.send(peer, exchange.pack([part(operand, peer) for operand, _ in operands]))
             exchange.receive(peer, [term[peer] for term in terms])
         return [
             HostWork(exchange.arrivals_of[index], partial(_add_up, term, target, scaling))
-            for index, (scaling, term, target) in enumerate(zip(scalings, terms, targets, strict=True))
+            for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
         ]
-
-    def _cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Pieces of the tensors, see [Note: Pieces]: of the same sizes on all ranks, as the tensors are."""
-        largest, cut = self.piece_bytes, []
-        for tensor in tensors:
-            cut += [tensor] if tensor.nbytes <= largest else tensor.split(largest // tensor.itemsize)
-        return cut
 
     def _exchange(self, kind: Kind, requests: Sequence[CommRequest]) -> _Exchange:
         """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
