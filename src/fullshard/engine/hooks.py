@@ -174,20 +174,24 @@ class _Linear(Function):
         place: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
+        ctx.set_materialize_grads(False)
         ctx.place = place
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         of_inputs = of_weight = of_bias = None
+        if gradient is None:
+            return None, None, None, None
+        inputs, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])
         with torch._C.DisableTorchFunctionSubclass():
             if ctx.needs_input_grad[0]:
                 of_inputs = rows.mm(weight).view(inputs.shape)
             if ctx.needs_input_grad[1]:
-                place = ctx.place() if _only_accumulates(ctx.next_functions[1][0]) else None
+                plain = type(gradient) is torch.Tensor and type(inputs) is torch.Tensor
+                place = ctx.place() if plain and _only_accumulates(ctx.next_functions[1][0]) else None
                 columns, flat = rows.t(), inputs.reshape(-1, weight.shape[1])
                 of_weight = columns.mm(flat) if place is None else torch.mm(columns, flat, out=place)
             if ctx.needs_input_grad[2]:

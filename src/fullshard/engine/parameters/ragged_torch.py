@@ -41,10 +41,11 @@ __all__ = ["teach_torch"]
 def teach_torch() -> None:
     """Have torch's functions know ``RaggedShard`` from now on, see [Note: torch's functions and RaggedShard]."""
     DTensor.from_local = staticmethod(_knowing(DTensor.from_local, _from_local))  # type: ignore[method-assign]
-    known = tensors.distribute_tensor
+    name, known = "distribute_tensor", tensors.distribute_tensor
+    knowing = _knowing(known, _distribute_tensor)
     for module in list(sys.modules.values()):  # in torch, and where it was imported by name
-        if module is not None and vars(module).get(known.__name__) is known:
-            setattr(module, known.__name__, _knowing(known, _distribute_tensor))
+        if getattr(module, "__dict__", {}).get(name) is known:
+            setattr(module, name, knowing)
     state_dicts._distribute_tensors = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
     torch.serialization.add_safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard])
 
