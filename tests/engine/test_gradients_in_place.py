@@ -380,6 +380,17 @@ def test_microbatches(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_no_message_without_synchronization(rank: Rank) -> None:
+    """A microbatch without synchronization allocates no message."""
+    model, _ = pair(rank)
+    model.set_requires_gradient_sync(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReductionMessage, "allocate", lambda _: pytest.fail("a message was allocated"))
+        plainly(model, batch(rank.rank, 0, 4, 8).to(rank.device))
+    model.zero_grad()
+
+
+@on_ranks(2)
 def test_synchronization_turned_off_within_a_backward(rank: Rank) -> None:
     """Gradients that were written already are kept for the next microbatch."""
 
