@@ -18,6 +18,8 @@ stepped alone. Other kernels of fp32 and fp64, and those of accelerators, round 
 Neither ``foreach`` nor ``fused``, torch steps tensor by tensor, with temporaries of the size of one. So that a step
 needs no more memory than one of DTensors, parameters are stepped together only up to the size of the largest one, or up
 to 1 MiB, where a tensor for each parameter would cost more time than memory.
+
+Shards without elements, of which a rank has many with the ragged layout, are stepped as one empty tensor.
 """
 
 from __future__ import annotations
@@ -241,7 +243,11 @@ class _Candidate:
         return numel * self.gradient.itemsize if alike and numel and other.member.local.numel() else None
 
     def continues_in(self, other: _Candidate) -> bool:
-        """Return True if the other is stepped together with this one."""
+        """Return True if the other is stepped together with this one: it follows in memory, or both are empty."""
+        one, two = self.member.local, other.member.local
+        if not one.numel() and not two.numel():
+            alike = self.key == other.key and self.gradient.dtype is other.gradient.dtype
+            return alike and (one.dtype, one.device) == (two.dtype, two.device)
         distance = self.distance_to(other)
         if distance is None or self.gradient.data_ptr() + distance != other.gradient.data_ptr():
             return False
@@ -277,7 +283,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
     places: dict[int, int] = {}
     for candidate in found:
         places.setdefault(id(candidate.buffer), len(places))
-    return sorted(found, key=lambda c: (c.group, places[id(c.buffer)], c.offset)), others
+    return sorted(found, key=lambda c: (c.group, not c.nbytes, places[id(c.buffer)], c.offset)), others
 
 
 def _first_members(found: Sequence[_Candidate], groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -402,6 +408,8 @@ def _local_tensor(candidates: Sequence[_Candidate]) -> LocalTensor:
     if len(candidates) == 1:
         local = first.member.local
         stepped = local.detach() if local.dim() else local.detach().as_strided((1,), (1,))
+    elif not numel:
+        stepped = first.member.local.new_empty(0)
     else:
         assert first.buffer is not None
         start = int(first.buffer.storage_offset()) + first.offset
