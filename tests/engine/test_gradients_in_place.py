@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,9 +56,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([block() for _ in range(blocks)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One block after another."""
-        for block in self.blocks:
-            x = block(x)
+        """One block after another; those that are reduced twice, twice."""
+        if not isinstance(self.blocks[0], ReducedTwice):
+            for block in self.blocks:
+                x = block(x)
+            return x
+        for call in range(2):
+            for block in self.blocks:
+                x = checkpoint(block, x, call, use_reentrant=True)
         return x
 
 
@@ -85,11 +91,12 @@ def written() -> Iterator[list[int]]:
     seen: list[int] = []
     end_taking = ReductionMessage.end_taking
 
-    def noting(message: ReductionMessage, gradients: Gradients) -> None:
+    def noting(message: ReductionMessage, gradients: Gradients, user: Any) -> frozenset[int]:
         took = bool(message._given)
-        end_taking(message, gradients)
+        in_place = end_taking(message, gradients, user)
         if took:
-            seen.append(len(message._written))
+            seen.append(len(in_place))
+        return in_place
 
     ReductionMessage.end_taking = noting  # type: ignore[method-assign]
     try:
@@ -134,7 +141,7 @@ def at_rest(model: nn.Module) -> None:
         for bucket in unit.buckets:
             for plan in bucket.plans:
                 message = plan.message
-                assert not message.allocated_bytes and not message._given and not message._written, unit.name
+                assert not message.allocated_bytes and not message._given, unit.name
 
 
 def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -335,7 +342,63 @@ class Exchanged(nn.Module):
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-PROGRAMS: dict[type[nn.Module], list[int]] = {
+class Negated(Hooked):
+    """A hook that returns the gradient with a lazy sign."""
+
+    def hook(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """With the other sign."""
+        return torch._neg_view(gradient)
+
+
+class ReducedTwice(Block):
+    """A block that is called twice, each time recomputed by a backward of its own, and so is reduced twice."""
+
+    def forward(self, x: torch.Tensor, call: int = 0) -> torch.Tensor:
+        """Two calls, of which the second one may be another."""
+        return self.second(x) if call else super().forward(x)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        """As the first one."""
+        return super().forward(x)
+
+
+class ReducedTwiceInAutocast(ReducedTwice):
+    """The second call writes nothing in place."""
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        """In bf16."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().second(x).float()
+
+
+class ReducedTwiceByProducts(ReducedTwice):
+    """The second call writes nothing in place."""
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the function of Linear layers."""
+        return x + (x @ self.up.weight.t()).relu() @ self.down.weight.t()
+
+
+class ReducedTwiceAndKept(ReducedTwice):
+    """A hook keeps the gradient of the second call."""
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        """With a hook."""
+        kept = self.__dict__.setdefault("kept", [])
+        self.up.weight.register_hook(lambda gradient: kept.append(gradient[:1]))
+        return super().second(x)
+
+
+class BackwardInAutocast(Block):
+    """Forward in full precision within an autocast, in which backward runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """In fp32."""
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
+PROGRAMS: dict[type[nn.Module], list[int] | None] = {
     Twice: [0, 0],
     Functional: [1, 1],
     Tied: [0, 0],
@@ -348,6 +411,12 @@ PROGRAMS: dict[type[nn.Module], list[int]] = {
     Changed: [2, 2],
     Turned: [1, 1],
     Exchanged: [0, 0],
+    Negated: [0, 0],
+    ReducedTwice: None,
+    ReducedTwiceInAutocast: None,
+    ReducedTwiceByProducts: None,
+    ReducedTwiceAndKept: None,
+    BackwardInAutocast: [],
 }
 
 
@@ -357,7 +426,8 @@ def test_programs(rank: Rank, block: type[nn.Module]) -> None:
     """Whatever a block does, gradients have the same bits; what is used twice is added up and copied."""
 
     def backward(model: Any, x: torch.Tensor) -> None:
-        loss_of(model, x.requires_grad_()).backward()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=block is BackwardInAutocast):
+            loss_of(model, x.requires_grad_()).backward()
         x.grad = None
 
     compare(pair(rank, block), rank, backward, PROGRAMS[block])
@@ -517,6 +587,65 @@ def test_frozen_weights(rank: Rank) -> None:
     for model in models:
         model.blocks[1].down.weight.requires_grad_(False)
     compare(models, rank, plainly, [1, 1])
+
+
+class Labeled(torch.Tensor):
+    """A tensor subclass with functions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Say which function was called."""
+        return func.__name__
+
+
+@on_ranks(2)
+def test_weights_are_ordinary_parameters_otherwise(rank: Rank) -> None:
+    """Other subclasses have their say; weights are copied and saved; frozen and empty ones are left to torch."""
+    seen: dict[str, Any] = {}
+
+    class Looking(Block):
+        """A block that uses its weights for other things."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """With a frozen layer whose inputs are written to afterwards."""
+            weight = self.down.weight
+            labeled = torch.zeros(8, device=x.device).as_subclass(Labeled)
+            seen["functions"] = [torch.mul(weight, labeled), F.linear(torch.ones(1, 24), weight, labeled)]
+            seen["types"] = type(weight), type(copy.deepcopy(weight))
+            F.linear(torch.ones(2, 24, device=x.device), copy.deepcopy(weight)).sum().backward()
+            saved = io.BytesIO()
+            torch.save(weight, saved)
+            saved.seek(0)
+            seen["saved"] = torch.load(saved), weight.detach().clone()
+            z = x.clone()
+            y = self.up(z)
+            z.add_(1)
+            return super().forward(x + y[:, :8])
+
+    torch.manual_seed(3)
+    plain = Model(Looking).to(rank.device)
+    for block in plain.blocks:
+        block.up.weight.requires_grad_(False)
+    models = shard(copy.deepcopy(plain), rank, in_place=True), shard(plain, rank, in_place=False)
+    compare(models, rank, plainly, [1, 1])
+    loss_of(models[0], batch(rank.rank, 0, 4, 8).to(rank.device))
+    assert seen["functions"] == ["mul", "linear"] and seen["types"] == (LinearWeight, nn.Parameter)
+    loaded, value = seen["saved"]
+    assert type(loaded) is nn.Parameter
+    assert_equal(loaded.detach(), value, "saved")
+
+    class Empty(nn.Module):
+        """A layer without features beside another."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.some = nn.Linear(8, 0), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Both."""
+            return self.some(x) + self.none(x).sum()  # type: ignore[no-any-return]
+
+    compare(pair(rank, Empty), rank, plainly, [1, 1])
 
 
 # -------------------------------------------------------------------- what it refuses, and what it leaves alone

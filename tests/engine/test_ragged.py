@@ -405,6 +405,7 @@ def test_full_state_dicts(rank: Rank) -> None:
 def test_parts_that_torch_makes(rank: Rank, granularity: Any) -> None:
     """``from_local`` and ``distribute_tensor`` with a parameter's placements make ragged tensors, or raise."""
     model, reference = sharded(rank, granularity)
+    replicated = DTensor.from_local(torch.ones(2, 2), rank.mesh, [Replicate()])
     for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
         local = ours.to_local().detach()
         made = DTensor.from_local(local.clone(), ours.device_mesh, ours.placements)
@@ -427,6 +428,20 @@ def test_parts_that_torch_makes(rank: Rank, granularity: Any) -> None:
             DTensor.from_local(local, rank.mesh, ours.placements, shape=torch.Size((9, 9)), stride=(9, 1))
         with pytest.raises(ValueError, match=r"distribute_tensor: expected a tensor of shape"):
             distribute_tensor(torch.zeros(3, 3, 3), rank.mesh, ours.placements)
+        for reduce, expected in ((torch.sum, 1.0), (torch.mean, 1 / whole.numel())):
+            part = local.clone().requires_grad_()
+            reduce(DTensor.from_local(part, rank.mesh, ours.placements)).full_tensor().backward()
+            assert_close(part.grad, torch.full_like(local, expected), f"gradient of {reduce.__name__}", 1e-6)
+        if local.dim() == 2:
+            strided = local.t().contiguous().t()
+            made = DTensor.from_local(strided, rank.mesh, ours.placements)
+            assert_equal(made.full_tensor(), whole.detach(), "of other strides")
+        with pytest.raises(ValueError, match="expected grad_placements"):
+            DTensor.from_local(local, rank.mesh, ours.placements, grad_placements=[Replicate()])
+        with rank.mesh:
+            assert type(DTensor.from_local(local, placements=ours.placements)) is RaggedDTensor
+        with pytest.raises(ValueError, match="different placements"):
+            distribute_tensor(tensor=replicated, device_mesh=rank.mesh, placements=ours.placements)
     plain = DTensor.from_local(torch.ones(2, 2), rank.mesh, [Shard(0)])
     assert type(plain) is DTensor and plain.shape == (2 * rank.world_size, 2)
     assert type(distribute_tensor(torch.ones(4, 2), rank.mesh, [Shard(0)])) is DTensor

@@ -250,15 +250,15 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/reduction/plan.py",
-        "        if not self._takes or gradient in self._given:\n",
+        "        if not self._takes or index in self._given:\n",
         "        if not self._takes:\n",
         "Gradients of a weight that is used twice are written to the same place.",
         ("engine/test_gradients_in_place.py",),
     ),
     Fault(
         "engine/reduction/plan.py",
-        "        if others > 0 or not all(",
-        "        if not all(",
+        "        if in_place and not others:\n",
+        "        if in_place:\n",
         "A gradient that a user's hook keeps is freed with the message.",
         ("engine/test_gradients_in_place.py",),
     ),
@@ -267,6 +267,13 @@ FAULTS: list[Fault] = [
         "        if shape is None or gradient.dtype is not self.dtype or gradient.storage_offset() != target.offset:\n",
         "        if shape is None or gradient.dtype is not self.dtype:\n",
         "A gradient that lies in another's place is not copied to its own.",
+        ("engine/test_gradients_in_place.py",),
+    ),
+    Fault(
+        "engine/reduction/plan.py",
+        "(user is None or user.reduce_scattered)\n",
+        "not self.allocated_bytes\n",
+        "Gradients are written into a message that an earlier reduction waits to pack.",
         ("engine/test_gradients_in_place.py",),
     ),
     Fault(

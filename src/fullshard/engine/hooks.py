@@ -173,9 +173,10 @@ class _Linear(Function):
         bias: torch.Tensor | None,
         place: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
+        # As torch: the weight only for the gradient of the inputs.
+        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
-        ctx.place = place
+        ctx.place, ctx.shape = place, weight.shape
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(inputs, weight, bias)
 
@@ -184,24 +185,27 @@ class _Linear(Function):
         of_inputs = of_weight = of_bias = None
         if gradient is None:
             return None, None, None, None
-        inputs, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, weight.shape[0])
+        (inputs, weight), (out_features, in_features) = ctx.saved_tensors, ctx.shape
+        rows = gradient.reshape(-1, out_features)
         with torch._C.DisableTorchFunctionSubclass():
             if ctx.needs_input_grad[0]:
                 of_inputs = rows.mm(weight).view(inputs.shape)
-            if ctx.needs_input_grad[1]:
-                plain = type(gradient) is torch.Tensor and type(inputs) is torch.Tensor
-                place = ctx.place() if plain and _only_accumulates(ctx.next_functions[1][0]) else None
-                columns, flat = rows.t(), inputs.reshape(-1, weight.shape[1])
-                of_weight = columns.mm(flat) if place is None else torch.mm(columns, flat, out=place)
+            columns, flat = rows.t(), inputs.reshape(-1, in_features)
+            place = ctx.place() if _may_write(gradient, ctx.next_functions[1][0]) else None
+            of_weight = columns.mm(flat) if place is None else torch.mm(columns, flat, out=place)
             if ctx.needs_input_grad[2]:
                 of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias, None
 
 
-def _only_accumulates(node: Any) -> bool:
-    """True if the pass that runs now, which makes no graph, gives what is computed for ``node`` to ``.grad`` alone."""
-    if torch.is_grad_enabled():
+def _may_write(gradient: torch.Tensor, node: Any) -> bool:
+    """True if the pass that runs now gives what is computed for ``node`` to ``.grad`` alone.
+
+    Not in autocast, which casts the operands of products, but not of those with ``out=``.
+    """
+    if torch.is_grad_enabled() or type(gradient) is not torch.Tensor:
+        return False
+    if torch.is_autocast_enabled(gradient.device.type):
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -216,7 +220,7 @@ def linear(
 
     Args:
         inputs: Shape (..., columns of ``weight``), in the dtype of ``weight``.
-        weight: A leaf.
+        weight: A leaf that requires a gradient.
         bias: Of the same dtype, or None.
         place: Called in backward: returns memory in the shape and dtype of ``weight``, or None for a new tensor.
     """
@@ -225,11 +229,11 @@ def linear(
 
 def may_differentiate_linear(inputs: Any, weight: torch.Tensor, bias: Any) -> bool:
     """True if ``linear`` gives what ``F.linear`` would: outside of compiled code, transforms and autocast."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad or not weight.numel():
         return False
     if type(inputs) is not torch.Tensor or inputs.dim() < 2 or inputs.dtype is not weight.dtype:
         return False
-    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dtype is not weight.dtype):
+    if bias is not None and bias.dtype is not weight.dtype:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False

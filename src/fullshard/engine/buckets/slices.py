@@ -144,19 +144,22 @@ class SliceBucket(BufferBucket):
     def take_gradients(self, enabled: bool) -> None:
         """At the beginning of a backward: the message takes gradients; or none."""
         if self._writes_in_place:
-            self._plan_of(tuple(range(len(self.parameters)))).message.take_gradients(
-                enabled and not self.mesh.transport.provides_memory("reduce_scatter")
-            )
+            enabled = enabled and not self.mesh.transport.provides_memory("reduce_scatter")
+            self._plan_of(self._all).message.take_gradients(enabled)
 
     def place_of_gradient(self, index: int) -> torch.Tensor | None:
         """Memory for the gradient of a parameter in the message; None if it takes none at the moment."""
-        plan = self._plans.get(tuple(range(len(self.parameters))))
+        plan = self._plans.get(self._all)
         return None if plan is None else plan.message.place_of(index, self.parameters[index].shape)
 
     # ---------------------------------------------------------------- reduce
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
-        return tuple(range(len(self.parameters))) if trainable else ()
+        return self._all if trainable else ()
+
+    @property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(len(self.parameters)))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
         takes = self._writes_in_place

@@ -20,12 +20,14 @@ both nodes return. A ``forward`` of our own on every Linear layer: users replace
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fullshard.engine import hooks
 from fullshard.engine.parameters.sharded import ShardedParameter
@@ -46,12 +48,41 @@ class LinearWeight(nn.Parameter):
     ) -> Any:
         """Run one function; ``F.linear`` with this weight with a backward of our own."""
         kwargs = kwargs or {}
+        if any(each is not cls for each in types):  # it is for the other class to say what happens
+            return _without_ours(func, args, kwargs)
         if func is F.linear and len(args) > 1 and type(args[1]) is cls and kwargs.keys() <= {"bias"}:
             inputs, weight, bias = args if len(args) == 3 else (*args, kwargs.get("bias"))
-            if hooks.may_differentiate_linear(inputs, weight, bias):
-                return hooks.linear(inputs, weight, bias, weight.__dict__[_PLACE])
+            place = weight.__dict__.get(_PLACE)
+            if place is not None and hooks.may_differentiate_linear(inputs, weight, bias):
+                return hooks.linear(inputs, weight, bias, place)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return copy.deepcopy(_ordinary(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _ordinary(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _without_ours(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` as if all weights were ordinary parameters."""
+    weights: list[Any] = [each for each in tree_leaves((args, kwargs)) if type(each) is LinearWeight]
+    for weight in weights:
+        weight.__class__ = nn.Parameter
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for weight in weights:
+            weight.__class__ = LinearWeight
+
+
+def _ordinary(weight: LinearWeight) -> nn.Parameter:
+    """A parameter on the same memory, with the attributes that users have set."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    made.__dict__.update({name: value for name, value in weight.__dict__.items() if name != _PLACE})
+    return made
 
 
 def is_linear_weight(parameter: ShardedParameter) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.engine import hooks
@@ -43,6 +44,7 @@ __all__ = [
     "ragged_placement",
     "rebuild_shard",
     "regions_of_slice",
+    "replicated_on",
 ]
 
 
@@ -203,7 +205,7 @@ class RaggedDTensor(DTensor):
         result: DTensor = hooks.differentiable(
             self,
             lambda _: _gathered(self),
-            lambda gradient: make_ragged(part_of(_replicated(gradient, spec), spec), spec),
+            lambda gradient: make_ragged(part_of(replicated_on(gradient, spec), spec), spec),
         )
         return result
 
@@ -245,7 +247,7 @@ class RaggedDTensor(DTensor):
         placement = ragged_placement(self._spec)[1]
         own, shard = placement.slot.parameter, placement.shard(_rank_on_axis(self._spec))
         local = self._local_tensor.detach()
-        if type(local) is torch.Tensor:
+        if not is_traceable_wrapper_subclass(local):
             return list(regions_of_slice(own.shape, own.stride, shard, local))
         if not placement.by_rows:
             raise NotImplementedError(
@@ -356,7 +358,7 @@ def part_of(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
     return ragged_placement(spec)[1].part(value._local_tensor.detach(), _rank_on_axis(spec)).clone()
 
 
-def _replicated(value: Any, spec: DTensorSpec) -> DTensor:
+def replicated_on(value: Any, spec: DTensorSpec) -> DTensor:
     """``value``, a tensor of the global shape, as a DTensor that is replicated on the mesh of ``spec``."""
     placements = [Replicate()] * spec.mesh.ndim
     if isinstance(value, RaggedDTensor):
@@ -448,7 +450,7 @@ def _operand(value: Any, like: RaggedDTensor) -> Any:
     if not value.dim() and like.dim():
         return value.full_tensor() if isinstance(value, DTensor) else value
     if tuple(value.shape) == tuple(like.shape):
-        return part_of(_replicated(value, spec), spec)
+        return part_of(replicated_on(value, spec), spec)
     raise NotImplementedError(
         f"expected tensors of one shape, or numbers, in an operation on a parameter that is sharded with "
         f"layout='ragged', found shapes {tuple(like.shape)} and {tuple(value.shape)}; use full_tensor()"

@@ -5,7 +5,8 @@ Programs hand the placements of a parameter on: ``DTensor.from_local(state, p.de
 state of an optimizer (torchao's do), ``distribute_tensor(value, p.device_mesh, p.placements)`` a parameter to load.
 torch refuses the second, and of the first it makes a plain DTensor, with which some operations compute something
 else without a word. So from the first ragged parameter on these functions make ``RaggedDTensor``s of what has a
-``RaggedShard``, and are torch's own for everything else.
+``RaggedShard``, and are torch's own for everything else. Names in modules are rebound; who holds torch's
+``distribute_tensor`` elsewhere, such as in an attribute of a class, still gets torch's, which raises.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any, cast
 import torch
 import torch.distributed._state_dict_utils as state_dicts
 import torch.distributed.tensor as tensors
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.engine import hooks
 from fullshard.engine.parameters.ragged_tensor import (
@@ -31,14 +33,15 @@ from fullshard.engine.parameters.ragged_tensor import (
     part_of,
     ragged_placement,
     rebuild_shard,
+    replicated_on,
 )
 from fullshard.layout import FlatSlot, ParameterShape
 
-__all__ = ["teach_torch"]
+__all__ = ["patch_torch"]
 
 
 @functools.cache
-def teach_torch() -> None:
+def patch_torch() -> None:
     """Have torch's functions know ``RaggedShard`` from now on, see [Note: torch's functions and RaggedShard]."""
     DTensor.from_local = staticmethod(_knowing(DTensor.from_local, _from_local))  # type: ignore[method-assign]
     name, known = "distribute_tensor", tensors.distribute_tensor
@@ -55,10 +58,10 @@ def _knowing(original: Callable[..., Any], ours: Callable[..., DTensor]) -> Call
 
     @functools.wraps(original)
     def either(*args: Any, **kwargs: Any) -> Any:
-        tensor, mesh, placements = (*args[:3], None, None, None)[:3]
-        mesh, placements = kwargs.get("device_mesh", mesh), kwargs.get("placements", placements)
+        placements = args[2] if len(args) > 2 else kwargs.get("placements")
+        tensors_given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         ragged = placements is not None and any(type(placement) is RaggedShard for placement in placements)
-        if not ragged or mesh is None or isinstance(tensor, DTensor):
+        if not ragged or any(isinstance(tensor, DTensor) for tensor in tensors_given):
             return original(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -73,8 +76,8 @@ def _spec(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 def _from_local(
     local_tensor: torch.Tensor,
-    device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
@@ -84,9 +87,16 @@ def _from_local(
     """``DTensor.from_local`` for this rank's part. A gradient has the same placements.
 
     Raises:
-        ValueError: If the part, or the global shape, is another one than that of the placement.
+        ValueError: If the part, or the global shape, is another one than that of the placement, or the gradient's
+            placements are others.
     """
+    device_mesh = device_mesh or _mesh_resources.get_current_mesh()
     local, spec = local_tensor, _spec(local_tensor, device_mesh, placements)
+    if grad_placements is not None and tuple(grad_placements) != spec.placements:
+        raise ValueError(
+            f"DTensor.from_local: expected grad_placements {spec.placements}, those of the tensor, or None; found "
+            f"{tuple(grad_placements)}"
+        )
     axis, placement = ragged_placement(spec)
     expected = placement.local_shape(device_mesh.get_local_rank(axis))
     if tuple(local.shape) != expected or (shape is not None and tuple(shape) != tuple(spec.shape)):
@@ -98,22 +108,39 @@ def _from_local(
         )
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
+    stride = placement.local_stride(device_mesh.get_local_rank(axis))
+    if not is_traceable_wrapper_subclass(local) and not _lies_as(local, stride):
+        local = torch.empty_strided(expected, stride, dtype=local.dtype, device=local.device).copy_(local)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return make_ragged(local.detach(), spec)
-    made = hooks.differentiable(
-        local, lambda value: make_ragged(value.detach(), spec), lambda gradient: gradient._local_tensor
-    )
-    return cast("DTensor", made)
+
+    def local_part(gradient: DTensor) -> torch.Tensor:
+        alike = isinstance(gradient, RaggedDTensor) and gradient.placements == spec.placements
+        return gradient._local_tensor if alike else part_of(replicated_on(gradient, spec), spec)
+
+    return cast("DTensor", hooks.differentiable(local, lambda value: make_ragged(value.detach(), spec), local_part))
+
+
+def _lies_as(local: torch.Tensor, stride: Sequence[int]) -> bool:
+    """True if the elements lie in memory as those of a tensor with these strides."""
+    if not local.numel():
+        return True
+    return all(own == other for size, own, other in zip(local.shape, local.stride(), stride, strict=True) if size > 1)
 
 
 def _distribute_tensor(
-    tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+    *,
+    src_data_rank: int | None = 0,
 ) -> DTensor:
     """``distribute_tensor``: the values of one rank, of which every rank keeps its part.
 
     Raises:
         ValueError: If the value has another shape than the parameter.
     """
+    device_mesh = device_mesh or _mesh_resources.get_current_mesh()
     spec = _spec(tensor, device_mesh, placements)
     if tuple(tensor.shape) != tuple(spec.shape):
         raise ValueError(
