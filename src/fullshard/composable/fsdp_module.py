@@ -291,12 +291,13 @@ class FSDPModule(ShardedModule):
             unit.settings.reduction.zeros_for_missing = reduce_scatter_unused_params
 
     def set_write_gradients_in_place(self, enable: bool, *, recurse: bool = True) -> None:
-        """Set whether backward writes weight gradients of Linear layers straight into the reduce-scatter's message.
+        """Set whether backward writes weight gradients of Linear layers straight into the reduce-scatter's buffer.
 
-        For units with ``layout="ragged"``, whose gradients are otherwise copied into one message. It applies to the
+        For units with ``layout="ragged"``, whose gradients are otherwise copied into one buffer. It applies to the
         weights of ``torch.nn.Linear`` layers wherever ``torch.nn.functional.linear`` is called with them, except in
         autocast, ``torch.compile``, ``torch.func`` transforms and backward passes that create a graph, and if a custom
-        reduce-scatter brings memory of its own. All other gradients are copied as before. Values do not change.
+        reduce-scatter brings memory of its own. All other gradients are copied as before. Gradients have the same bits.
+        A gradient that a hook keeps holds the memory of all gradients of its unit.
 
         Args:
             enable: Write gradients in place. Default: False.

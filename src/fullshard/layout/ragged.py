@@ -5,7 +5,7 @@ Two parameters on three ranks, which may be cut between rows of four elements:
 >>> layout = ragged_layout(
 ...     [ParameterShape("w", (5, 4), (4, 1)), ParameterShape("b", (3,), (1,))],
 ...     ["row", "row"], world_size=3, alignment=1)
->>> print(layout.picture())
+>>> print(layout.picture())  # w[0:8] 0..7: elements 0 to 8 of w lie at 0 to 7 of the shard
 unsharded      | w 0..19            | b 20..22           | 24 elements, 1 of them padding
 rank 0 shard   | w[0:8] 0..7        | b empty            |
 rank 1 shard   | w[8:16] 0..7       | b empty            |
@@ -42,7 +42,8 @@ def granule_of(parameter: ParameterShape, granularity: Granularity) -> int:
     Args:
         parameter: Counted in the order in which its elements lie in memory.
         granularity: "element", "row" (one index of dim 0), "parameter" (never cut), or an int: so many rows. Rows that
-            do not follow one another in memory, as of a transposed matrix, cannot be cut apart: nor is the parameter.
+            do not follow one another in memory, as of a transposed matrix, cannot be cut apart, so that the parameter
+            stays on one rank.
 
     Raises:
         ValueError: If it is none of these.
@@ -90,7 +91,7 @@ def ragged_layout(
     world_size: int,
     alignment: int = 4,
 ) -> FlatLayout:
-    """Lay out ``parameters`` so that slices are equal, as short as found, and end only where parameters may be cut.
+    """Lay out ``parameters`` in equal slices, the shortest of those tried, which end only where parameters may be cut.
 
     Args:
         parameters: In model order; the layout may place them in another one.

@@ -3,19 +3,17 @@
 [Note: Gradients written in place]
 Autograd computes a gradient into memory of its own, which is then copied into the message of the reduce-scatter. With
 ``set_write_gradients_in_place`` the matrix multiplication of a Linear layer's weight gradient writes to its place in
-the message:
+the message. That needs gradients that are reduced in the dtype in which they are computed.
 - The unsharded weight is a ``LinearWeight``, for which ``F.linear`` is another autograd function. In compiled code,
   autocast and transforms it is torch's own.
-- When the backward of a unit begins, its message takes gradients, unless it is in flight. The first gradient allocates
-  it. A place is given once: what a weight that is used twice gets the second time is ordinary memory, autograd adds
-  both up elsewhere, and the sum is packed.
+- When the backward of a unit begins, its message takes gradients, unless a reduction has it, or the transport brings
+  memory of its own. The first gradient allocates it. A place is given once: what a weight that is used twice gets the
+  second time is ordinary memory, autograd adds both up elsewhere, and the sum is packed.
 - Packing leaves out what lies in its place.
 - Users may keep such a gradient (a hook on the parameter sees it), although the memory is about to be freed. So before
   it is sent, the references to the message's memory are counted. If there are others than ours, the memory is left to
   them, and the gradients are packed into new memory.
-
-What lost: to accumulate into the place with ``addmm``, as a second use of a weight could: autograd still adds up what
-both nodes return. A ``forward`` of our own on every Linear layer: users replace it too, and subclasses have their own.
+docs/design/ragged.md has what else was tried.
 """
 
 from __future__ import annotations

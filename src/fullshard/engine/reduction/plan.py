@@ -70,7 +70,8 @@ class PackedRows(NamedTuple):
 
 
 class ReductionMessage(Buffer):
-    """The packed gradients of all ranks. It has memory only while a reduction is in flight.
+    """The packed gradients of all ranks. It has memory while a reduction is in flight, and from the first gradient on
+    that backward writes in its place, see [Note: Gradients written in place].
 
     Without a shard axis it is empty, and gradients are packed into the first tensor of shards.
     """
