@@ -95,6 +95,7 @@ class GradReduction:
         self._transport_memory = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
         if self._transport_memory is None:
             message.allocate()
+        assert self._transport_memory is None or not self._in_place, "Transport.provides_memory has to say so"
         self._packed = self.plan.packed_operands(self._pieces, self._memory)
         self._operands += self._packed
 
