@@ -57,6 +57,17 @@ WIDTH = 128
 QUANTIZED = {AdamW8bit: "OptimState8bit", AdamW4bit: "OptimState4bit", AdamWFp8: "OptimStateFp8"}
 
 
+def blocks_of_4096(_: str, parameter: nn.Parameter) -> int:
+    """Rows of which a quantized optimizer makes whole blocks: it quantizes 4,096 elements and more."""
+    return 4096 // parameter.shape[1]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "per parameter": {},
+    "ragged": {"layout": "ragged", "granularity": blocks_of_4096},
+}
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """fullshard in the place of torch's FSDP; optimizers of torchao without their compilation, which takes long."""
@@ -379,12 +390,13 @@ def test_quantized_optimizer_on_the_wrapper(rank: Rank, use_orig_params: bool) -
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.__name__)
-def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimizer], layout: str) -> None:
     """Quantized state is saved as it is, and a run that goes on from it has the same losses, bit by bit."""
     with installed(), folder() as path:
 
         def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-            model = sharded(plain_model(), rank)
+            model = sharded(plain_model(), rank, **LAYOUTS[layout])
             return model, kind(model.parameters(), lr=1e-2)
 
         model, optimizer = begin()
@@ -422,18 +434,13 @@ def test_example_runs(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the ragged layout
 
 
-def blocks_of_4096(_: str, parameter: nn.Parameter) -> int:
-    """Rows of which a quantized optimizer makes whole blocks: it quantizes 4,096 elements and more."""
-    return 4096 // parameter.shape[1]
-
-
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.__name__)
 def test_quantized_state_does_not_depend_on_the_mesh(rank: Rank, kind: type[torch.optim.Optimizer]) -> None:
     """With slices that end between blocks, parameters and state are those of an unsharded run, bit by bit."""
     with installed():
         plain = plain_model()
-        model = sharded(plain_model(), rank, layout="ragged", granularity=blocks_of_4096)
+        model = sharded(plain_model(), rank, **LAYOUTS["ragged"])
         optimizers = kind(plain.parameters(), lr=1e-2), kind(model.parameters(), lr=1e-2)
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
@@ -453,28 +460,3 @@ def test_quantized_state_does_not_depend_on_the_mesh(rank: Rank, kind: type[torc
                 local = state.to_local()
                 found = local.codes.view(-1) if local.numel() else codes[:0]
                 assert_equal(found, codes[first // per_code :][: len(found)], name)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.__name__)
-def test_quantized_state_of_ragged_parameters_through_dcp(rank: Rank, kind: type[torch.optim.Optimizer]) -> None:
-    """It is saved and loaded, and a run that goes on from it has the same losses, bit by bit."""
-    with installed(), folder() as path:
-
-        def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-            model = sharded(plain_model(), rank, layout="ragged", granularity=blocks_of_4096)
-            return model, kind(model.parameters(), lr=1e-2)
-
-        model, optimizer = begin()
-        train(model, optimizer, rank, range(3))
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-        expected = train(model, optimizer, rank, range(3, 6))
-
-        model, optimizer = begin()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        assert state_kinds(optimizer) == {QUANTIZED[kind]}
-        assert train(model, optimizer, rank, range(3, 6)) == expected

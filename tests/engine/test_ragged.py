@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -511,19 +512,24 @@ def test_meta_initialization(rank: Rank) -> None:
     assert_trains_alike(model, reference, rank)
 
 
+def step_both(rank: Rank, models: tuple[Any, Any], optimizers: Sequence[torch.optim.Optimizer], steps: int = 3) -> None:
+    """Train the sharded and the unsharded model, each with its optimizer."""
+    for step in range(steps):
+        loss = square_loss(step)
+        loss(models[0], rank.rank).backward()
+        reference_backward(models[1], rank.world_size, loss)
+        for optimizer, trained in zip(optimizers, models, strict=True):
+            optimizer.step()
+            trained.zero_grad()
+
+
 @on_ranks(1, 3)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_muon(rank: Rank, granularity: Any) -> None:
     """It trains as without sharding; with whole matrices on a rank, or on one rank, it sends nothing."""
     model, reference = sharded(rank, granularity, 6, 7, 15, 7)
     optimizers = [Muon([p for p in m.parameters() if p.dim() == 2], lr=0.02) for m in (model, reference)]
-    for step in range(3):
-        loss = square_loss(step)
-        loss(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss)
-        for optimizer, trained in zip(optimizers, (model, reference), strict=True):
-            optimizer.step()
-            trained.zero_grad()
+    step_both(rank, (model, reference), optimizers)
     assert_same_values(model, reference, rtol=1e-3, atol=1e-4)
     alone = rank.world_size == 1 or granularity == "parameter"
     assert not alone or (optimizers[0].traffic().total == 0 and not optimizers[0].plan().rounds)
@@ -577,13 +583,7 @@ def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
     """Optimizers and quantization that need whole rows find them in local tensors, whatever the number of ranks."""
     model, reference = sharded(rank, granularity)
     optimizers = [RowWiseAdagrad(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(4):
-        loss = square_loss(step)
-        loss(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss)
-        for optimizer, trained in zip(optimizers, (model, reference), strict=True):
-            optimizer.step()
-            trained.zero_grad()
+    step_both(rank, (model, reference), optimizers)
     assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
     for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
         rows = rows_of(ours.detach())
