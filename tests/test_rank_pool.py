@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard import layout
 from ranks import Rank, RankPool, RanksFailed, on_ranks
 
 
@@ -69,6 +70,10 @@ def kill_self(rank: Rank) -> None:
 
 def process_id(rank: Rank) -> int:
     return os.getpid()
+
+
+def left_replaced(rank: Rank) -> None:
+    layout.chunk_of = number
 
 
 def return_lambda(rank: Rank) -> object:
@@ -244,6 +249,20 @@ def test_decorated_body_runs_on_ranks(rank: Rank, addend: int, tmp_path: Path) -
     total = torch.tensor(rank.rank + addend)
     dist.all_reduce(total)
     assert total.item() == sum(range(rank.world_size)) + addend * rank.world_size
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_what_a_body_replaces_is_put_back(rank: Rank, time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's copy of ``monkeypatch`` is undone after the body, so that the next body has the real function."""
+    assert layout.chunk_of.__module__ == "fullshard.layout.regions"
+    monkeypatch.setattr(layout, "chunk_of", number)
+
+
+def test_body_that_leaves_a_function_replaced_fails(ranks: RankPool) -> None:
+    """It would change the tests after it on the same ranks, without a word."""
+    with pytest.raises(RanksFailed, match=r"left_replaced left replaced.*: fullshard\.layout\.chunk_of"):
+        ranks(2, left_replaced, fresh=True)
 
 
 def test_decorator_refuses_what_it_cannot_run() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -126,10 +126,35 @@ def _call(job: Job, rank: Rank, compiled: Path) -> Any:
     body = getattr(body, "__rank_body__", body)
     arguments, options = pickle.loads(job.arguments)
     forget_races(rank.device)
-    with DeviceOfTests(rank.device) if rank.device.type != "cpu" else contextlib.nullcontext():
-        value = body(rank, *arguments, **options)
+    before = _functions()
+    try:
+        with DeviceOfTests(rank.device) if rank.device.type != "cpu" else contextlib.nullcontext():
+            value = body(rank, *arguments, **options)
+    finally:
+        for argument in (*arguments, *options.values()):
+            if isinstance(argument, pytest.MonkeyPatch):  # a copy of the fixture, which pytest does not undo here
+                argument.undo()
     check_races(rank.device)
+    after = _functions()
+    if changed := [name for name, function in before.items() if after.get(name) is not function]:
+        raise AssertionError(f"{job.qualname} left replaced, for the tests after it: {', '.join(changed)}")
     return value
+
+
+def _functions() -> dict[str, object]:
+    """Return the library's own functions and methods, which a test may replace for its own time only."""
+    found: dict[str, object] = {}
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("fullshard."):
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType) and value.__module__.startswith("fullshard."):
+                found[f"{module_name}.{name}"] = value
+            elif isinstance(value, type) and value.__module__ == module_name:
+                for key, item in vars(value).items():
+                    if isinstance(item, (FunctionType, classmethod, staticmethod, property)):
+                        found[f"{module_name}.{name}.{key}"] = item
+    return found
 
 
 def _load(name: str, path: str, compiled: Path) -> ModuleType:
