@@ -153,7 +153,10 @@ def _functions() -> dict[str, object]:
             elif isinstance(value, type) and value.__module__ == module_name:
                 for key, item in vars(value).items():
                     if isinstance(item, (FunctionType, classmethod, staticmethod, property)):
-                        found[f"{module_name}.{name}.{key}"] = item
+                        function = getattr(item, "__func__", item)
+                        # torch wraps the step of each class of optimizers when the first object is made.
+                        hooked = getattr(function, "hooked", False)
+                        found[f"{module_name}.{name}.{key}"] = function.__wrapped__ if hooked else function
     return found
 
 
