@@ -54,7 +54,7 @@ PEER_WITH_SAME_FLAG: Mapping[str, str] = {WRAPPER: FSDP1, WRAPPER_FLAT: FSDP1_FL
 
 # fullshard sets glibc's malloc when it shards on CPU. How much of a gain is that setting's is shown by peers that get
 # the very same one, by the same function and at the same moment, and by fullshard without it.
-KEPT_MEBIBYTES = 32  # blocks of up to this size: fullshard's default, as a test checks
+KEPT_MEBIBYTES = 256  # blocks of up to this size: fullshard's default, as a test checks
 NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
 # Ends of names: a peer with fullshard's setting, and fullshard with what glibc does by itself.
 WITH_OURS, WITHOUT_OURS = "+our-malloc", "-malloc"

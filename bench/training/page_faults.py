@@ -23,7 +23,7 @@ from bench.training.page import Benchmark
 PAGE = REPOSITORY / "docs" / "how_to" / "memory.md"
 UNTOUCHED = "untouched"
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-KEPT = (16, 32)  # MiB
+KEPT = (32, 64, 256)  # MiB
 NOTE = (
     "A page fault maps one page of 4 KiB (with huge pages: one of 2 MiB). Times are per rank and step, over all "
     "threads. Ratios are to the same system with an untouched allocator."

@@ -9,9 +9,10 @@ import sys
 
 __all__ = ["KEPT_BLOCK_BYTES", "keep_freed_memory", "keep_freed_memory_by_default"]
 
-# Blocks of up to this size are kept, see docs/how_to/memory.md for measurements. The limit of older versions of glibc.
-KEPT_BLOCK_BYTES = 32 * 1024 * 1024
+# Blocks of up to this size are kept, see docs/how_to/memory.md for measurements.
+KEPT_BLOCK_BYTES = 256 * 1024 * 1024
 
+_OLD_GLIBC_BYTES = 32 * 1024 * 1024  # older versions accept no larger size
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _GLIBC_THRESHOLD = 128 * 1024  # both thresholds in a new process
 _C_INT_MAX = 2**31 - 1
@@ -47,13 +48,13 @@ def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
 
     Args:
         block_bytes: Keep blocks of up to this many bytes; larger ones are returned to the kernel unless they were taken
-            from kept memory. Older versions of glibc support at most 32 MiB. None (or False): undo it. Both thresholds
-            are then set to 128 KiB, as in a new process, and free memory is returned at once. glibc's automatic
-            adaptation of the thresholds to freed blocks cannot be restored.
+            from kept memory. Older versions of glibc support at most 32 MiB, and get that if it is more. None (or
+            False): undo it. Both thresholds are then set to 128 KiB, as in a new process, and free memory is returned
+            at once. glibc's automatic adaptation of the thresholds to freed blocks cannot be restored.
 
     Returns:
         True if the allocator accepted it. False, without any change, if the allocator is not glibc's (musl, macOS,
-        Windows, jemalloc, tcmalloc), ``FULLSHARD_KEEP_FREED_MEMORY`` is 0, or ``block_bytes`` is too large for it.
+        Windows, jemalloc, tcmalloc), or ``FULLSHARD_KEEP_FREED_MEMORY`` is 0.
 
     Raises:
         TypeError: If ``block_bytes`` is not an integer.
@@ -65,7 +66,7 @@ def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
 
         keep_freed_memory(8 * 1024 * 1024)  # keep blocks of up to 8 MiB
         keep_freed_memory(None)  # the settings of a new process
-        keep_freed_memory()  # the default: blocks of up to 32 MiB
+        keep_freed_memory()  # the default: blocks of up to 256 MiB
         ```
     """
     if block_bytes is None or block_bytes is False:
@@ -97,9 +98,12 @@ def _set_allocator(block_bytes: int) -> bool:
     if not block_bytes and not _settings.block_bytes:
         return True  # never set: its thresholds still adapt
     threshold, trim = (block_bytes, -1) if block_bytes else (_GLIBC_THRESHOLD, _GLIBC_THRESHOLD)
-    if not (glibc.mallopt(_M_MMAP_THRESHOLD, threshold) and glibc.mallopt(_M_TRIM_THRESHOLD, trim)):
-        return False
-    _settings.block_bytes = block_bytes
+    if not glibc.mallopt(_M_MMAP_THRESHOLD, threshold):
+        threshold = min(threshold, _OLD_GLIBC_BYTES)
+        if not glibc.mallopt(_M_MMAP_THRESHOLD, threshold):
+            return False
+    glibc.mallopt(_M_TRIM_THRESHOLD, trim)  # it accepts any
+    _settings.block_bytes = threshold if block_bytes else 0
     if not block_bytes:
         glibc.malloc_trim(0)
     return True

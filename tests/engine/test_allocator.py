@@ -21,15 +21,17 @@ MEBIBYTE = 2**20
 class Glibc:
     """In place of the C library: notes what it is told."""
 
-    def __init__(self, refuses: int | None = None) -> None:
+    def __init__(self, largest: int = 2**31) -> None:
         self.told: list[tuple[int, int]] = []
         self.trims = 0
-        self._refuses = refuses
+        self._largest = largest
 
     def mallopt(self, parameter: int, value: int) -> int:
         """As in malloc.h: 1 if it was taken."""
+        if parameter == MMAP and value > self._largest:
+            return 0
         self.told.append((parameter, value))
-        return int(parameter != self._refuses)
+        return 1
 
     def malloc_trim(self, pad: int) -> int:
         """As in malloc.h."""
@@ -53,7 +55,7 @@ def test_what_the_allocator_is_told(glibc: Glibc, monkeypatch: pytest.MonkeyPatc
     """Larger blocks are mapped on their own; the rest stays with the process. The last call counts.
 
     Undoing sets both thresholds back to 128 KiB and returns memory; if they were never set they stay adaptive, which
-    any call would end. The answer of mallopt is what counts.
+    any call would end.
     """
     assert keep_freed_memory(undo) is True and glibc.told == [] and glibc.trims == 0
     for size in (2 * MEBIBYTE, MEBIBYTE):
@@ -62,8 +64,18 @@ def test_what_the_allocator_is_told(glibc: Glibc, monkeypatch: pytest.MonkeyPatc
     assert len(glibc.told) == 4
     assert keep_freed_memory(undo) is True
     assert glibc.told[4:] == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
-    monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
-    assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
+
+
+def test_an_old_allocator(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts 32 MiB at most gets that, by default and if asked for more; if none is accepted, it says so."""
+    for ask in (keep_freed_memory_by_default, keep_freed_memory, lambda: keep_freed_memory(33 * MEBIBYTE)):
+        old = Glibc(largest=32 * MEBIBYTE)
+        monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
+        monkeypatch.setattr(allocator, "_glibc", lambda old=old: old)
+        assert ask() in (None, True)
+        assert old.told == [(MMAP, 32 * MEBIBYTE), (TRIM, -1)]
+    monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(largest=0))
+    assert keep_freed_memory() is False
 
 
 @pytest.mark.parametrize("chosen", [None, MEBIBYTE])
