@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from fullshard import FullshardError, FullyShardedDataParallel, fully_shard, memory, replicate
+from fullshard import FullshardError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, memory, replicate
 from fullshard.cli import app
+from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
@@ -170,10 +173,14 @@ SCENARIOS = {
         "on rank 2",
     ],
 }
+# The front ends differ in who catches what a forward or a backward raises, and the wrapper compares the first order.
+OF_BOTH = ("first order", "order", "forward raises", "backward raises", "killed")
 
 
-@pytest.mark.parametrize("front_end", ["composable", "wrapper"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("front_end", "scenario"),
+    [("composable", scenario) for scenario in SCENARIOS] + [("wrapper", scenario) for scenario in OF_BOTH],
+)
 def test_every_rank_says_what_happened(ranks: RankPool, scenario: str, front_end: str, tmp_path: Path) -> None:
     """All ranks that can raise the same error, far sooner than the back end, and write their last events."""
     folder = tmp_path / "crash"
@@ -254,6 +261,45 @@ def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str, kind: str) -> Non
     assert len(set(told)) == 1
     where = r"of the root \(step \d+, microbatch \d+\), after \d+ steps of an optimizer, on rank"
     assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\. Now: ", told[0]), told[0]
+
+
+def train_cut_differently(rank: Rank, how: str) -> str:
+    """Rank 2 cuts parameters otherwise; messages have the same sizes, and nobody is ever stuck."""
+    odd = rank.rank == ODD
+    options: dict[str, Any] = {
+        "dim": {"shard_placement_fn": lambda parameter: Shard(1 if odd and parameter.ndim == 2 else 0)},
+        "granularity": {"layout": "ragged", "granularity": "parameter" if odd else "element"},
+        "dtype": {"mp_policy": MixedPrecisionPolicy(torch.float16 if odd else torch.bfloat16)},
+    }[how]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_has_server", lambda store: True)
+        patch.setattr(watchdog, "_POLL_S", 0.1)
+        model = fully_shard(Net(), **options)
+        try:
+            for _ in range(1000):
+                step_of(model)
+                time.sleep(0.02)
+        except FullshardError as error:
+            return str(error)
+    return "trained"
+
+
+CUTS = {
+    "dim": r"weight \(16, 16\) in .* dim 0, packed on ranks 0, 1, 3; .* dim 1, packed on rank 2\. Now: ",
+    "granularity": r"bias \(16,\) in .* slices of 272 elements on ranks 0, 1, 3; bias .* elements on rank 2\. Now: ",
+    "dtype": r"weight \(16, 16\) in torch.bfloat16, .* on ranks 0, 1, 3; .*in torch.float16, .* on rank 2\. Now: ",
+}
+
+
+@pytest.mark.parametrize("how", CUTS)
+def test_ranks_that_cut_parameters_differently(ranks: RankPool, how: str) -> None:
+    """They read elements of other parameters, or other numbers, and do not go on."""
+    if how == "granularity" and not DISPATCHES_SUBCLASSES:
+        pytest.skip("torch 2.11 refuses the layout")
+    told = ranks(4, train_cut_differently, how, fresh=True)
+    assert len(set(told)) == 1
+    assert re.search(rf"mix up elements of parameters: the root has {CUTS[how]}", told[0]), told
+    assert "arguments of fully_shard that depend on the rank" in told[0]
 
 
 def experts_of_other_sizes(rank: Rank, width: int) -> str:
@@ -513,6 +559,14 @@ def test_reasons() -> None:
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
     assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
     assert judge({0: foreign, 1: foreign}, {}, world_size=2, mismatch="differ") is None
+    other = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (7,))])})
+    usual = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (8,))])})
+    verdict = judge({0: usual, 1: other, 2: usual}, {}, world_size=3)
+    assert verdict is not None and (verdict.kind, verdict.culprits) == ("differ", [1])
+    assert "mix up elements of parameters: those of 'a'. Now: " in verdict.message
+    told = {0: replace(usual, layouts={"8": "w, along dim 0\nb"}), 1: replace(other, layouts={"7": "w, along dim 0"})}
+    verdict = judge(told, {}, world_size=3)
+    assert verdict is not None and "'a' has b on rank 0; no more parameters on rank 1. Now: " in verdict.message
     behind = report("runs", 5, step=2)
     verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, world_size=3, mismatch="out of step")
     assert verdict is not None and (verdict.kind, verdict.culprits) == ("out of step", [0]) and verdict.is_final

@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 
 from fullshard.errors import FullshardError
 
-__all__ = ["PROGRESS", "Event", "Launch", "LaunchLog", "Progress", "StepCount"]
+__all__ = ["PROGRESS", "Event", "Launch", "LaunchLog", "Progress", "StepCount", "UnitName"]
 
 LAUNCHES_KEPT = 256  # of each group
 EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
 
-_Launch = tuple[str, tuple[str, ...], int, int, int]
+_Launch = tuple[str, tuple[str, ...], int, int, int, tuple[int, ...]]
+
+
+class UnitName(str):
+    """The name of a unit whose parameters are all-gathered, with a digest of how they lie in the messages.
+
+    Messages of ranks where they lie differently may match by their sizes, and mix up parameters without an error.
+    """
+
+    layout: int = 0  # 0: not known
 
 
 class Launch(NamedTuple):
@@ -37,6 +46,7 @@ class Launch(NamedTuple):
         microbatch: Forwards of the root before it in that step, from 0.
         group_steps: Optimizer steps before it of units that communicate in the group; of a root, other ranks may have
             others, as experts.
+        layouts: How the parameters of the units lie in the messages, as keys of ``Progress.layouts``; 0: not known.
     """
 
     kind: str
@@ -44,6 +54,7 @@ class Launch(NamedTuple):
     step: int
     microbatch: int
     group_steps: int = 0
+    layouts: tuple[int, ...] = ()
 
 
 class Event(NamedTuple):
@@ -77,12 +88,12 @@ class LaunchLog:
     group: weakref.ref[Any]
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
-    digest: int  # of the kinds and units of all of them; steps of roots may differ: ranks may evaluate alone
+    digest: int  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
     steps: int  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
     _stepped_at: int  # launches before the last step
     _recent: deque[_Launch]
-    _codes: dict[tuple[str, tuple[str, ...]], bytes]
+    _codes: dict[tuple[str, tuple[str, ...], tuple[int, ...]], bytes]
 
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
@@ -92,10 +103,11 @@ class LaunchLog:
 
     def add(self, kind: str, units: tuple[str, ...], step: int, microbatch: int) -> None:
         """Append a launch."""
-        code = self._codes.get((kind, units))
+        layouts = tuple([unit.layout if isinstance(unit, UnitName) else 0 for unit in units])
+        code = self._codes.get((kind, units, layouts))
         if code is None:
-            code = self._codes[kind, units] = repr((kind, units)).encode()
-        self._recent.append((kind, units, step, microbatch, self.steps))
+            code = self._codes[kind, units, layouts] = repr((kind, units, layouts)).encode()
+        self._recent.append((kind, units, step, microbatch, self.steps, layouts))
         self.digest = zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
@@ -153,6 +165,7 @@ class Progress:
     launched: tuple[int, int]  # group and number of the last launch
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
     forwards: int  # outermost ones that have begun
+    layouts: dict[int, str]  # by their digest: one phrase for each parameter of a unit, a line each
     raised: tuple[int, str] | None  # the exception that ended a forward or a backward, and which one
     threads: set[int]  # that train
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
@@ -167,7 +180,7 @@ class Progress:
         self._logs, self._indices = weakref.WeakKeyDictionary(), itertools.count()
         self.traced, self.launched = None, (-1, -1)
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
-        self.phase, self.unit, self.order = "user code", None, []
+        self.phase, self.unit, self.order, self.layouts = "user code", None, [], {}
         self.raised = self.failure = self.waiting = None
         self.forwards, self.threads = 0, set()
 

@@ -46,6 +46,20 @@ FAULTS: list[Fault] = [
         ("test_watchdog.py",),
     ),
     Fault(
+        "progress.py",
+        "repr((kind, units, layouts)).encode()",
+        "repr((kind, units)).encode()",
+        "Ranks that cut parameters differently train with a mixture of them, and nobody is told.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "engine/buckets/per_parameter.py",
+        'f"{super()._where(index)}, {self.layout.slots[index].route.value}"',
+        "self.layout.slots[index].route.value",
+        "Ranks that cut parameters along different dims train with a mixture of them, and nobody is told.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
         "engine/prefetch.py",
         "            if together and unit.mesh is not together[-1].mesh:  # which may be large on other ranks\n",
         "            if False:\n",

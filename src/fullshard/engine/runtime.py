@@ -233,7 +233,11 @@ class Runtime:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
         self.overlap.forget_resharded()
         try:
-            begun = [(unit.name, *bucket) for unit in units for bucket in unit.prepare_unshard()]
+            begun = [
+                (bucket.launch_name(unit.name), bucket, all_gathers)
+                for unit in units
+                for bucket, all_gathers in unit.prepare_unshard()
+            ]
             if not begun:
                 return
             all_gathers = [(name, each) for name, _, of_bucket in begun for each in of_bucket]

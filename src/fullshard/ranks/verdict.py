@@ -4,7 +4,8 @@
 All ranks of a process group have to launch the same collectives in the same order. Ranks that wait for a collective
 are stuck for one of these reasons, which are looked for in this order:
 
-- ``differ``: the launches of a group differ at a number that two ranks have come to. They will never match.
+- ``differ``: the launches of a group differ at a number that two ranks have come to: in their kind, in their units, or
+  in how the parameters of the units are cut. They never match, or mix up parameters.
 - ``out of step``: they match, but belong to different optimizer steps. Nobody need be stuck.
 - ``raised``, ``exited``: a rank that others wait for has left the forward that they are in, or its backward, by an
   exception, or its process has ended.
@@ -20,7 +21,7 @@ A correct run must not be ended, so what is not known counts as slow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,6 +37,11 @@ _SAME_ORDER = (
     "All ranks have to run the same modules in the same order, with the same number of microbatches in each step. Look "
     "for control flow that depends on the rank or on its data, and for data loaders of different lengths; call modules "
     "that a rank does not need with an input of zeros, and add their outputs to the loss"
+)
+_SAME_CUTS = (
+    "All ranks have to cut parameters alike, and send them in the same dtypes. Look for arguments of fully_shard that "
+    "depend on the rank (layout, granularity, shard_placement_fn, mp_policy), for FULLSHARD_ variables that not all "
+    "nodes have, and for different versions of fullshard or torch"
 )
 
 
@@ -71,6 +77,7 @@ class Report:
         siblings: Processes of the same launcher that run on its machine.
         order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
+        layouts: How the parameters of their units are cut and sent, by ``Launch.layouts``.
     """
 
     state: str
@@ -85,6 +92,7 @@ class Report:
     siblings: Sequence[int] = ()
     order: Sequence[str] = ()
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON can hold."""
@@ -172,6 +180,9 @@ def judge(
             f"{now} {_SAME_ORDER}"
         )
         return Verdict("differ", message, culprits)
+    if (difference := _cuts(reports)) is not None:
+        culprits, told = difference
+        return Verdict("differ", f"the ranks mix up elements of parameters: {told}. {now} {_SAME_CUTS}", culprits)
     if mismatch == "out of step" and (difference := _steps(reports)) is not None:
         culprits, told = difference
         message = (
@@ -249,12 +260,41 @@ def _has_left(rank: int, reports: Mapping[int, Report], late: Mapping[int, Seque
 
 
 def _launch(value: Sequence[Any]) -> Launch:
-    kind, units, *rest = value
-    return Launch(kind, tuple(units), *rest)
+    kind, units, step, microbatch, group_steps, layouts = value
+    return Launch(kind, tuple(units), step, microbatch, group_steps, tuple(layouts))
 
 
 def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     """Return ranks with another launch than most have at the same number of a group, and the first such number."""
+    found = _first_different(reports, lambda launch: (launch.kind, launch.units))  # without steps
+    if found is None:
+        return None
+    number, odd, here = found
+    told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
+    return odd, f"collective {number} (from 0) of a process group is {told}"
+
+
+def _cuts(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
+    """Return ranks that cut the parameters of a unit in another way than most do, and the first such parameter."""
+    found = _first_different(reports, lambda launch: launch.layouts)
+    if found is None:
+        return None
+    _, odd, here = found
+    launches = [*here.values()]
+    at = next(i for i in range(len(launches[0].units)) if len({launch.layouts[i] for launch in launches}) > 1)
+    lines = {rank: reports[rank].layouts.get(str(launch.layouts[at]), "").split("\n") for rank, launch in here.items()}
+    unit = repr(launches[0].units[at]) if launches[0].units[at] else "the root"
+    for line in range(max(map(len, lines.values()))):
+        told = {rank: own[line] if line < len(own) else "no more parameters" for rank, own in lines.items()}
+        if len(set(told.values())) > 1:
+            return odd, f"{unit} has {list_values(told)}"
+    return odd, f"those of {unit}"
+
+
+def _first_different(
+    reports: Mapping[int, Report], of: Callable[[Launch], Any]
+) -> tuple[int, list[int], dict[int, Launch]] | None:
+    """Return the number of the first launches of a group that differ, ranks with another value than most, and them."""
     for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
         own = {rank: report.groups[name] for rank, report in reports.items() if name in report.groups}
         first = max(group.first for group in own.values())
@@ -262,13 +302,11 @@ def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
             here = {r: group.launches[number - group.first] for r, group in own.items() if number < group.count}
             if len(here) < 2:
                 break
-            kinds = {rank: (launch.kind, launch.units) for rank, launch in here.items()}  # without steps
-            if len(set(kinds.values())) > 1:
-                all_kinds = [*kinds.values()]
-                usual = max(set(all_kinds), key=lambda kind: (all_kinds.count(kind), kind == all_kinds[0]))
-                odd = [rank for rank, kind in kinds.items() if kind != usual]
-                told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
-                return odd, f"collective {number} (from 0) of a process group is {told}"
+            values = {rank: of(launch) for rank, launch in here.items()}
+            if len(set(values.values())) > 1:
+                all_values = [*values.values()]
+                usual = max(set(all_values), key=lambda value: (all_values.count(value), value == all_values[0]))
+                return number, [rank for rank, value in values.items() if value != usual], here
     return None
 
 
@@ -310,7 +348,7 @@ def _caught(reports: Mapping[int, Report]) -> str:
 
 def _describe(launches: Sequence[Launch]) -> list[str]:
     """Describe launches so that it is seen where they differ: after the units with which all of them begin."""
-    alike = len({launch._replace(units=()) for launch in launches}) == 1
+    alike = len({launch._replace(units=(), layouts=()) for launch in launches}) == 1
     common = 0
     while alike and len({launch.units[: common + 1] for launch in launches}) == 1:
         common += 1  # ends: the units differ

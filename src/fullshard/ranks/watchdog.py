@@ -11,10 +11,10 @@ them raises, and the training thread raises the failure instead of the error of 
 A rank is lost if it shows no sign of life for some seconds of an alarm. Time is measured by the clock of the rank that
 reads.
 
-Ranks may also launch different collectives that match by their sizes, so that none is stuck and results are wrong. So
-signs of life have digests of the launches, which are compared. They also have the number of optimizer steps of units
-that communicate in the group: where it differs, as if a rank is a microbatch ahead, shards of different steps are
-gathered into one parameter, or gradients of different steps are added.
+Ranks may also launch different collectives that match by their sizes, or cut parameters differently, so that none is
+stuck and results are wrong. So signs of life have digests of the launches, which are compared. They also have the
+number of optimizer steps of units that communicate in the group: where it differs, as if a rank is a microbatch ahead,
+shards of different steps are gathered into one parameter, or gradients of different steps are added.
 
 On accelerators the host does not wait for collectives. There a rank is stuck if it launches nothing while collectives
 that it has launched are unfinished.
@@ -324,6 +324,7 @@ class Watchdog:
             siblings=_siblings(),
             order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
+            layouts={str(layout): text for layout, text in list(PROGRESS.layouts.items())},
         )
         since = self._since_stuck() if waiting is None else waiting[0]
         idle_s = now - self._idle[2]

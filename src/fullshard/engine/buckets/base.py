@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
+from fullshard.progress import PROGRESS, UnitName
 
 __all__ = ["POST_ALL_GATHER", "PRE_ALL_GATHER", "Bucket", "BufferBucket", "UnshardedCopies", "has_all_gather_hooks"]
 
@@ -74,12 +76,13 @@ class Bucket:
     _pending_work: PendingWork | None  # of the all-gather in flight
     _in_flight: list[BucketAllGather]
     _plans: dict[tuple[int, ...], ReductionPlan]  # by the indices of the trainable parameters
+    _name: UnitName | None  # of its unit, as launches have it
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
         self.partial_reduce_output, self.handle = PartialReduceOutput(), None
         self.is_unsharded, self._has_unreduced_grads = False, set()
-        self._pending_work, self._in_flight, self._plans = None, [], {}
+        self._pending_work, self._in_flight, self._plans, self._name = None, [], {}, None
 
     # ---------------------------------------------------------------- what kinds of buckets differ in
 
@@ -200,7 +203,27 @@ class Bucket:
         """Free the memory of the unsharded parameters."""
         raise NotImplementedError
 
+    def _where(self, index: int) -> str:
+        """How a parameter is cut and sent, as it has to be on all ranks."""
+        dim = self.parameters[index].placement.shard_dim
+        return "not cut" if dim is None else f"cut along dim {dim}"
+
     # ---------------------------------------------------------------- unshard and reshard
+
+    def launch_name(self, unit: str) -> UnitName:
+        """The name of its unit for launches, by which ranks compare how the parameters are cut and sent."""
+        if self._name != unit:
+            storage, lines = self.storage, []
+            for index, parameter in enumerate(self.parameters):
+                name, shape = parameter.owners[0].name, parameter.shape.shape
+                lines.append(
+                    f"{name} {shape} in {storage.param_dtype}, reduced in {storage.reduce_dtype}, {self._where(index)}"
+                )
+            text = "\n".join(lines)
+            self._name = UnitName(unit)
+            self._name.layout = zlib.crc32(text.encode())
+            PROGRESS.layouts[self._name.layout] = text
+        return self._name
 
     def prepare_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
         """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
@@ -319,7 +342,7 @@ class BufferBucket(Bucket):
 
     def change_transports(self, mesh: ShardMesh) -> None:
         """Communicate through ``mesh`` from now on: all-gathers, and at the next reduction its plan, are new."""
-        self.mesh, self._plans, self._subgroup_all_gather = mesh, {}, None
+        self.mesh, self._plans, self._subgroup_all_gather, self._name = mesh, {}, None, None
         if mesh.world_size > 1:
             self._move_shards()
         if self._unsharded is not None:

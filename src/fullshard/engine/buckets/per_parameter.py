@@ -50,6 +50,9 @@ class PerParameterBucket(BufferBucket):
     def _move_shards(self) -> None:
         self._place([parameter.local for parameter in self.parameters])
 
+    def _where(self, index: int) -> str:
+        return f"{super()._where(index)}, {self.layout.slots[index].route.value}"
+
     def write_back(self) -> None:
         """Copy the values of replaced parameters into the shard buffer, and register the shards again."""
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):

@@ -70,6 +70,10 @@ class SliceBucket(BufferBucket):
         """The view of ``buffer`` that is the shard of one parameter."""
         raise NotImplementedError
 
+    def _where(self, index: int) -> str:
+        first, of_rank = self.layout.slots[index].unsharded_offset, self.layout.slice_numel
+        return f"from element {first} of all, in slices of {of_rank} elements"
+
     def restore(self) -> None:
         """Make the parameters whole: a slice cuts them at places that depend on what else lies in the bucket."""
         copies = self.copies()
