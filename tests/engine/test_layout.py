@@ -7,6 +7,7 @@ import doctest
 import itertools
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -388,14 +389,23 @@ def test_flattened_parameters_are_aligned() -> None:
     st.lists(st.sampled_from(["element", "row", "parameter", 1, 2, 3]), min_size=5, max_size=5),
     WORLDS,
     st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 9),
 )
 def test_ragged_slices_end_between_granules(
-    parameters: list[ParameterShape], chosen: list[str | int], world_size: int, alignment: int
+    parameters: list[ParameterShape], chosen: list[str | int], world_size: int, alignment: int, first_rank: int
 ) -> None:
-    """Slices are equal, aligned, and complete; no cut is inside of a granule; parameters do not overlap."""
+    """Slices are equal, aligned, and complete; no cut is inside of a granule; parameters do not overlap.
+
+    Whole parameters begin at any rank: what one rank has by default, another one has.
+    """
     parameters = [dataclasses.replace(each, replicated=False, cut=0) for each in parameters]
     granularities = chosen[: len(parameters)]
-    layout = ragged_layout(parameters, granularities, world_size=world_size, alignment=alignment)
+    make = partial(ragged_layout, parameters, granularities, world_size=world_size, alignment=alignment)
+    layout, usual = make(first_rank=first_rank), make()
+    whole = all(granule_of(p, g) >= p.numel for p, g in zip(parameters, granularities, strict=True))
+    for rank, shards in enumerate(map(usual.shards, range(world_size))):
+        moved = layout.shards((rank + first_rank * whole) % world_size)
+        assert [shard[:2] for shard in moved if shard.numel] == [shard[:2] for shard in shards if shard.numel]
     assert [slot.parameter for slot in layout.slots] == parameters and layout.slice_numel % alignment == 0
     taken = [0] * layout.unsharded_numel
     for slot, granularity in zip(layout.slots, granularities, strict=True):
@@ -451,6 +461,23 @@ def test_padding_of_ragged_slices(name: str) -> None:
         for granularity, most in (("element", 0.002), ("row", by_rows)):
             found = ragged_layout(parameters, [granularity] * len(parameters), world_size=ranks, alignment=8)
             assert found.padding / total <= most, (ranks, granularity, found.padding / total)
+
+
+def test_whole_matrices_on_ranks() -> None:
+    """Figures of docs/design/ragged.md: padding, and the work of Muon on the busiest rank, of the mean."""
+    block = _llama(4096, 14336)
+    for blocks, size in ((1, 2.154), (2, 1.077)):
+        layout = ragged_layout(block * blocks, ["parameter"] * len(block) * blocks, world_size=8, alignment=8)
+        assert layout.unsharded_numel / sum(each.numel for each in block * blocks) == pytest.approx(size, abs=1e-3)
+    for step, most in ((0, 2.218), (1, 1.0)):
+        work = [0] * 8
+        for first_rank in (step * number for number in range(32)):
+            layout = ragged_layout(block, ["parameter"] * len(block), world_size=8, alignment=8, first_rank=first_rank)
+            for rank in range(8):
+                held = zip(layout.slots, layout.shards(rank), strict=True)
+                shapes = [slot.parameter.shape for slot, shard in held if shard.numel]
+                work[rank] += sum(math.prod(shape) * min(shape) for shape in shapes if len(shape) == 2)
+        assert max(work) / (sum(work) / 8) == pytest.approx(most, abs=1e-3)
 
 
 def test_ragged_pictures_and_errors() -> None:

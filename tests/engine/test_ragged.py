@@ -338,6 +338,8 @@ def test_granularity_by_parameter(rank: Rank) -> None:
     assert {tuple(p.to_local().shape) for p in model.parameters() if p.dim() == 2} <= {(8, 6), (5, 8), (0, 6), (0, 8)}
     for options, message in (
         ({"layout": "ragged", "granularity": "rows"}, "weight: granularity: expected one of 'element'"),
+        ({"layout": "ragged", "first_rank": 1}, "first_rank: expected .*granularity='parameter'.* found .*'element'"),
+        ({"granularity": "element", "first_rank": 2}, "first_rank: expected layout='ragged' and .* with 2; found"),
         ({"layout": "flat"}, "fully_shard: layout: expected one of 'per_parameter', 'ragged', found 'flat'"),
         ({"granularity": "row"}, "granularity: expected layout='ragged' with 'row', found layout='per_parameter'"),
     ):
@@ -534,6 +536,24 @@ def test_muon(rank: Rank, granularity: Any) -> None:
     alone = rank.world_size == 1 or granularity == "parameter"
     assert not alone or (optimizers[0].traffic().total == 0 and not optimizers[0].plan().rounds)
     assert {tuple(state) for state in optimizers[0].state.values()} == {("momentum_buffer",)}
+
+
+@on_ranks(1, 3)
+def test_first_ranks_spread_matrices(rank: Rank) -> None:
+    """Equal units that begin at different ranks give each rank as many matrices, also in a copy, and train as usual."""
+    model = build(Mlp, *[6] * 7)
+    reference = copy.deepcopy(model)
+    for index, layer in enumerate(model.layers):
+        whole = {"layout": "ragged", "granularity": "parameter", "first_rank": index + 2}
+        fully_shard(layer, mesh=rank.mesh, **whole)
+    fully_shard(model, mesh=rank.mesh, layout="ragged")
+    for each in (model, copy.deepcopy(model)):
+        held = [p.to_local().numel() for p in each.parameters() if p.dim() == 2]
+        assert sum(held) == 6 * 36 / rank.world_size and held[0] == (36 if rank.rank == 2 % rank.world_size else 0)
+    optimizers = [Muon([p for p in m.parameters() if p.dim() == 2], lr=0.02) for m in (model, reference)]
+    step_both(rank, (model, reference), optimizers)
+    assert_same_values(model, reference, rtol=1e-3, atol=1e-4)
+    assert optimizers[0].traffic().total == 0
 
 
 @on_ranks(4)

@@ -49,6 +49,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     layout: str | None = ...,
     granularity: GranularityChoice = ...,
+    first_rank: int = ...,
     policy: Policy | PolicyFunction | WrapPlan | WrapTargets | None = ...,
 ) -> FSDPModule: ...
 
@@ -66,6 +67,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     layout: str | None = ...,
     granularity: GranularityChoice = ...,
+    first_rank: int = ...,
     policy: None = ...,
 ) -> list[FSDPModule]: ...
 
@@ -82,6 +84,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str | None = None,
     granularity: GranularityChoice = "element",
+    first_rank: int = 0,
     policy: Policy | PolicyFunction | WrapPlan | WrapTargets | ShardingPlan | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
@@ -123,6 +126,9 @@ def fully_shard(
         granularity: Where the ragged layout may cut a parameter: "element" (anywhere), "row" (between indices of dim
             0), an int (between blocks of so many rows), "parameter" (nowhere), or a function that returns one of these
             for an FQN and a parameter.
+        first_rank: With granularity "parameter", the rank that gets the first parameters of this unit, modulo the ranks
+            of the shard axis. Consecutive numbers for equal blocks spread whole matrices, and with them the work of
+            ``fullshard.optim.Muon``, over the ranks. Equal on all ranks.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
             arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Or
             what ``fullshard.plan`` returns, which also says what the arguments above are. Only for one module, not for
@@ -172,6 +178,7 @@ def fully_shard(
             "dp_mesh_dims": dp_mesh_dims,
             "layout": layout,
             "granularity": granularity,
+            "first_rank": first_rank,
         }
         if isinstance(policy, ShardingPlan):
             return _planned(api, module, policy, arguments)
@@ -180,7 +187,8 @@ def fully_shard(
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     place = placer(api, ranks, shard_placement_fn)
-    policy_of_unit = _policy(api, mp_policy, offload_policy)._replace(form=sharding_format(api, layout, granularity))
+    form = sharding_format(api, layout, granularity, first_rank)
+    policy_of_unit = _policy(api, mp_policy, offload_policy)._replace(form=form)
     _shard(api, modules, ranks, place, policy_of_unit, reshard, ignored_params, FSDPModule)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
@@ -267,6 +275,7 @@ def _planned(api: str, module: nn.Module | Sequence[nn.Module], plan: ShardingPl
         "offload_policy": OffloadPolicy(),
         "ignored_params": [],
         "granularity": "element",
+        "first_rank": 0,
     }
     given = [name for name, value in arguments.items() if value is not None and value != usual.get(name)]
     if given or not isinstance(module, nn.Module):
@@ -319,7 +328,8 @@ def check_plan(api: str, plan: WrapPlan, arguments: dict[str, Any]) -> None:
         ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
         check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
         _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
-        sharding_format(api, entry.kwargs.get("layout"), entry.kwargs.get("granularity", "element"))
+        chosen = entry.kwargs
+        sharding_format(api, chosen.get("layout"), chosen.get("granularity", "element"), chosen.get("first_rank", 0))
 
 
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:

@@ -175,24 +175,33 @@ def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def sharding_format(api: str, layout: str | None, granularity: GranularityChoice) -> ShardingFormat:
-    """Return the sharding format for the arguments ``layout`` and ``granularity``.
+def sharding_format(
+    api: str, layout: str | None, granularity: GranularityChoice, first_rank: int = 0
+) -> ShardingFormat:
+    """Return the sharding format for the arguments ``layout``, ``granularity`` and ``first_rank``.
 
     Raises:
-        ValueError: If there is no such layout, or a granularity is given for one that has none.
+        TypeError: If ``first_rank`` is not an int.
+        ValueError: If there is no such layout, or a granularity or a first rank is given for one that has none.
         FullshardError: If this version of torch does not support the layout.
     """
     chosen = os.environ.get(LAYOUT_VARIABLE, "per_parameter") if layout is None else layout
     if chosen not in LAYOUTS:
         source = f"{LAYOUT_VARIABLE} in the environment" if layout is None else f"{api}: layout"
         raise ValueError(f"{source}: expected one of {', '.join(map(repr, LAYOUTS))}, found {chosen!r}")
+    check_instance(f"{api}: first_rank", first_rank, int)
+    if first_rank and (chosen != "ragged" or not (granularity == "parameter" or callable(granularity))):
+        raise ValueError(
+            f"{api}: first_rank: expected layout='ragged' and granularity='parameter', or a function, with "
+            f"{first_rank}; found layout={chosen!r} and granularity={granularity!r}"
+        )
     if chosen == "ragged":
         if not DISPATCHES_SUBCLASSES:
             raise FullshardError(
                 f"{api}: layout='ragged' needs torch 2.12 or newer, found {torch.__version__}, which does not let "
                 "subclasses of DTensor define operations; use layout='per_parameter'"
             )
-        return RaggedShardingFormat(granularity)
+        return RaggedShardingFormat(granularity, first_rank)
     if granularity != "element":
         raise ValueError(f"{api}: granularity: expected layout='ragged' with {granularity!r}, found layout={chosen!r}")
     return PER_PARAMETER

@@ -73,12 +73,16 @@ def _build(
     *,
     world_size: int,
     alignment: int,
+    first_rank: int,
 ) -> FlatLayout:
     granules = [granule_of(p, each) for p, each in zip(parameters, granularities, strict=True)]
     sizes = [parameter.numel for parameter in parameters]
     for slice_numel in _slice_lengths(sizes, granules, world_size, alignment):
         offsets = _offsets(sizes, granules, slice_numel, world_size, alignment)
         if offsets is not None:
+            if all(size <= granule for size, granule in zip(sizes, granules, strict=True)):
+                total = slice_numel * world_size
+                offsets = [(offset + first_rank * slice_numel) % total for offset in offsets]
             slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
             return cls(tuple(slots), world_size, slice_numel)
     raise AssertionError("slices of all parameters, one on each, always fit")
@@ -90,6 +94,7 @@ def ragged_layout(
     *,
     world_size: int,
     alignment: int = 4,
+    first_rank: int = 0,
 ) -> FlatLayout:
     """Lay out ``parameters`` in equal slices, the shortest of those tried, which end only where parameters may be cut.
 
@@ -98,11 +103,19 @@ def ragged_layout(
         granularities: Where each may be cut, see ``granule_of``.
         world_size: Ranks that they are cut over.
         alignment: Every parameter, and every slice, starts at a multiple of so many elements in the unsharded buffer.
+        first_rank: If no parameter may be cut, the rank that is filled first, modulo the ranks; else without meaning.
 
     Raises:
         ValueError: If a granularity is invalid.
     """
-    return _build(FlatLayout, parameters, tuple(granularities), world_size=world_size, alignment=alignment)
+    return _build(
+        FlatLayout,
+        parameters,
+        tuple(granularities),
+        world_size=world_size,
+        alignment=alignment,
+        first_rank=first_rank % world_size,
+    )
 
 
 def _slice_lengths(sizes: Sequence[int], granules: Sequence[int], world_size: int, alignment: int) -> Iterator[int]:

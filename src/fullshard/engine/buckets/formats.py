@@ -161,12 +161,18 @@ class RaggedShardingFormat(ShardingFormat):
     Args:
         granularity: Where parameters may be cut: see ``granule_of``; or a function that says it for each FQN and
             parameter.
+        first_rank: Where whole parameters begin: see ``ragged_layout``.
     """
 
     _granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
+    _first_rank: int
 
-    def __init__(self, granularity: Granularity | Callable[[str, nn.Parameter], Granularity] = "element") -> None:
-        self._granularity = granularity
+    def __init__(
+        self,
+        granularity: Granularity | Callable[[str, nn.Parameter], Granularity] = "element",
+        first_rank: int = 0,
+    ) -> None:
+        self._granularity, self._first_rank = granularity, first_rank
 
     def parameter(
         self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
@@ -182,6 +188,7 @@ class RaggedShardingFormat(ShardingFormat):
         assert isinstance(made, RaggedParameter)
         chosen = self._granularity
         made.granularity = chosen(fqn, parameter) if callable(chosen) else chosen
+        made.first_rank = self._first_rank
         granule_of(made.shape, made.granularity)  # raises errors now, before anything is sharded
         return made
 

@@ -30,9 +30,13 @@ class RaggedBucket(SliceBucket):
 
     def _make_layout(self, itemsize: int) -> FlatLayout:
         shapes = [parameter.shape for parameter in self.ragged_parameters]
-        granularities = [parameter.granularity for parameter in self.ragged_parameters]
-        alignment = max(4, 16 // itemsize)  # as vectorized kernels want it
-        return ragged_layout(shapes, granularities, world_size=self.mesh.world_size, alignment=alignment)
+        return ragged_layout(
+            shapes,
+            [parameter.granularity for parameter in self.ragged_parameters],
+            world_size=self.mesh.world_size,
+            alignment=max(4, 16 // itemsize),  # as vectorized kernels want it
+            first_rank=self.ragged_parameters[0].first_rank,
+        )
 
     def _view(self, buffer: torch.Tensor, parameter: SliceParameter, shard: FlatShard) -> torch.Tensor:
         assert isinstance(parameter, RaggedParameter)

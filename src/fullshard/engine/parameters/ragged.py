@@ -20,6 +20,7 @@ class RaggedParameter(SliceParameter):
     """A parameter that is a ``RaggedDTensor``: global shape, and a local tensor of rows, or of single elements."""
 
     granularity: Granularity = "element"
+    first_rank: int = 0  # see ``ragged_layout``
 
     @property
     def by_rows(self) -> bool:
@@ -52,5 +53,5 @@ class RaggedParameter(SliceParameter):
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
         assert isinstance(copied, RaggedParameter)
-        copied.granularity = self.granularity
+        copied.granularity, copied.first_rank = self.granularity, self.first_rank
         return copied
