@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -82,9 +83,15 @@ def planned(model: nn.Module | None = None, rows: int = 4096, **options: Any) ->
     return fullshard.plan(stack() if model is None else model, torch.empty(rows, WIDTH), **chosen)
 
 
+@functools.cache
+def unlimited() -> Any:
+    """The plan of a search where everything fits."""
+    return planned(choices=FEW)
+
+
 def test_a_search_saves_memory_only_as_needed() -> None:
     """What fits is not recomputed; with less memory it is, and if nothing fits, the least is recommended."""
-    free = planned(choices=FEW)
+    free = unlimited()
     assert free.fits and not free.choices.checkpoint_activations and free.choices.microbatches == 1
     tight = planned(choices=FEW, cluster=dataclasses.replace(PRESETS["h100"], memory=0.6 * free.reserved_bytes))
     assert tight.fits and tight.reserved_bytes < 0.95 * 0.6 * free.reserved_bytes
@@ -314,7 +321,7 @@ def test_a_plan_needs_no_training_code() -> None:
 
 def test_estimates_are_corrected_by_a_full_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recommended fits in the full run, also if its estimate was far too small."""
-    free = planned(choices=FEW)
+    free = unlimited()
     small = dataclasses.replace(PRESETS["h100"], memory=0.7 * free.reserved_bytes / 0.95)
     usual = search_module._Estimates._continued
 

@@ -251,6 +251,20 @@ def _noted_autocasts(found: list[str]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """Collect the garbage of the block at its end, but not older objects, which would take long in large programs."""
+    thaws = not gc.get_freeze_count()
+    if thaws:
+        gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        if thaws:
+            gc.unfreeze()
+
+
 def dry_run(
     build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
     loss: Callable[[nn.Module], Tensor],
@@ -279,8 +293,8 @@ def dry_run(
         FullshardError: If a process group exists, or the model needs values to run.
     """
     with _on(cluster, ranks) as run:
-        model, optimizer = build()
-        gc.collect()
+        with _collected():
+            model, optimizer = build()
         # Only shards: a model that is built on the meta device is never on the device as a whole.
         sharded = [(number, nbytes, 0) for number, nbytes in run.ledger.alive()]
         built = len(run.ledger.changes)
