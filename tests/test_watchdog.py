@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
 from fullshard.ranks.verdict import GroupReport, Report, judge
+from fullshard.train.stop import StopRequest
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
@@ -84,7 +86,8 @@ def train(rank: Rank, front_end: str, scenario: str, folder: str = "") -> str:
     logging.getLogger(watchdog.__name__).addFilter(lambda record: warned.append(record.getMessage()) is None)
     if folder:
         os.environ[FOLDER_VARIABLE] = folder
-    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = str(STUCK_S), str(LOST_S)
+    lost_s = 60 if scenario == "killed" else LOST_S  # a process that has ended is not waited for
+    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = str(STUCK_S), str(lost_s)
     torch.manual_seed(0)
     net = Net()
     blocks = list(net.blocks)
@@ -229,6 +232,21 @@ def test_training_goes_on_after_a_slow_rank(ranks: RankPool, front_end: str) -> 
     for line in warned:
         assert "wait for slow ranks: computes in the forward of 'blocks.1' (step 1, microbatch 0), for " in line
         assert "on rank 2. Training goes on" in line
+
+
+@on_ranks(2)
+def test_a_process_that_was_asked_to_end_does_not_wait_for_a_reason(rank: Rank) -> None:
+    """A launcher that ends it starts ranks again only when all have ended."""
+    step_of(fully_shard(Net()))
+    current, broken = PROGRESS.watchdog, RuntimeError("gloo: Connection closed by peer")
+    request = StopRequest.__new__(StopRequest)  # without handlers of signals in this process
+    request.code = 0
+    with mock.patch.object(current.failed, "wait", side_effect=AssertionError("waits")):
+        with pytest.raises(AssertionError, match="waits"):
+            current.explained(broken)
+        request.ask(signal.SIGTERM)
+        assert current.explained(broken) is broken and current.ends
+    current.ends = False  # the process goes on to other tests
 
 
 def train_out_of_step(rank: Rank, odd: str, kind: str) -> str:

@@ -5,7 +5,8 @@ If a rank left the loop alone, the others would hang in a collective. So a reque
 it is gathered with the loss of each step, and all ranks stop when one of the gathered codes is not 0. Requests are the
 signals that torch's elastic agent passes on to its workers, the end of the agent itself, and a reader that has closed
 the pipe which rank 0 prints to. Until the training loop begins there is nothing to save, and signals simply end the
-process.
+process. If collectives fail after a request, as when another rank was killed, this rank does not wait for the reason:
+the agent starts workers again only when all have ended.
 
 [Note: Exit codes]
 To the elastic agent any exit code but 0 is a failure, after which it starts the workers anew. A worker that has ended
@@ -21,6 +22,8 @@ import signal
 import threading
 import time
 from pathlib import Path
+
+from fullshard.progress import PROGRESS
 
 FAILURE = 1  # exit code of a rank that raised, and of a run that is not started again
 WRONG_INPUT = 2  # exit code of workers that have said what is wrong with their input
@@ -44,6 +47,8 @@ class StopRequest:
     def ask(self, number: int) -> None:
         """Ask to stop, as signal `number` does."""
         self.code = self.code or 128 + number
+        if PROGRESS.watchdog is not None:
+            PROGRESS.watchdog.ends = True
 
 
 def end_with_launcher() -> None:
