@@ -33,8 +33,9 @@ _settings = _AllocatorSettings()
 # [Note: Freed memory that stays mapped]
 # Every unit's unsharded buffer and gradients are freed and allocated again in every step. glibc maps large blocks from
 # the kernel and unmaps them, so every page is mapped and zeroed again: a page fault per 4 KiB. With this setting, freed
-# blocks stay in the process and are reused. But a heap has gaps, so the resident memory of a process may be some
-# percent higher; and memory that was needed once (to build a model, say) stays with the process until ``malloc_trim``.
+# blocks stay in the process and are reused; in the heaps of other threads than the main one up to 64 MiB. But a heap
+# has gaps, so the resident memory of a process may be some percent higher; and memory that was needed once (to build a
+# model, say) stays with the process until ``malloc_trim``.
 def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
     """Make the C allocator keep freed memory for later allocations, or undo it. Whole process, CPU only.
 

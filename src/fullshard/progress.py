@@ -170,6 +170,7 @@ class Progress:
     threads: set[int]  # that train
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
     watchdog: Any  # knows why collectives fail; opaque here
+    ends: bool  # the process was asked to end: when a collective fails, it does not wait for the reason
     waiting: tuple[float, int, int] | None  # since when (monotonic) the host waits, group and number of the launch
     _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
     _indices: Iterator[int]
@@ -182,7 +183,7 @@ class Progress:
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order, self.layouts = "user code", None, [], {}
         self.raised = self.failure = self.waiting = None
-        self.forwards, self.threads = 0, set()
+        self.forwards, self.threads, self.ends = 0, set(), False
 
     # ---------------------------------------------------------------- phases
 

@@ -134,30 +134,48 @@ def _call(job: Job, rank: Rank, compiled: Path) -> Any:
         for argument in (*arguments, *options.values()):
             if isinstance(argument, pytest.MonkeyPatch):  # a copy of the fixture, which pytest does not undo here
                 argument.undo()
+        replaced = _put_back(before)
     check_races(rank.device)
-    after = _functions()
-    if changed := [name for name, function in before.items() if after.get(name) is not function]:
-        raise AssertionError(f"{job.qualname} left replaced, for the tests after it: {', '.join(changed)}")
+    if replaced:
+        raise AssertionError(f"{job.qualname} left replaced, for the tests after it: {', '.join(replaced)}")
     return value
 
 
-def _functions() -> dict[str, object]:
+_Functions = dict[tuple[Any, str], object]  # by what has them, and name
+
+
+def _functions() -> _Functions:
     """Return the library's own functions and methods, which a test may replace for its own time only."""
-    found: dict[str, object] = {}
+    found: _Functions = {}
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("fullshard."):
             continue
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType) and value.__module__.startswith("fullshard."):
-                found[f"{module_name}.{name}"] = value
+            if isinstance(value, FunctionType) and str(value.__module__).startswith("fullshard."):
+                found[module, name] = value
             elif isinstance(value, type) and value.__module__ == module_name:
                 for key, item in vars(value).items():
                     if isinstance(item, (FunctionType, classmethod, staticmethod, property)):
-                        function = getattr(item, "__func__", item)
-                        # torch wraps the step of each class of optimizers when the first object is made.
-                        hooked = getattr(function, "hooked", False)
-                        found[f"{module_name}.{name}.{key}"] = function.__wrapped__ if hooked else function
+                        found[value, key] = item
     return found
+
+
+def _put_back(before: _Functions) -> list[str]:
+    """Undo what a test has left replaced, and return the names."""
+    replaced = []
+    for (owner, name), function in before.items():
+        found = vars(owner).get(name)
+        if found is not function and _plain(found) is not _plain(function):
+            setattr(owner, name, function)
+            within = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+            replaced.append(f"{within}.{name}")
+    return replaced
+
+
+def _plain(found: Any) -> Any:
+    """Return the function of a static method; and of the step of an optimizer class, which torch wraps once."""
+    function = getattr(found, "__func__", found)
+    return function.__wrapped__ if getattr(function, "hooked", False) else function
 
 
 def _load(name: str, path: str, compiled: Path) -> ModuleType:

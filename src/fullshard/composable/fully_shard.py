@@ -126,9 +126,9 @@ def fully_shard(
         granularity: Where the ragged layout may cut a parameter: "element" (anywhere), "row" (between indices of dim
             0), an int (between blocks of so many rows), "parameter" (nowhere), or a function that returns one of these
             for an FQN and a parameter.
-        first_rank: With granularity "parameter", the rank that gets the first parameters of this unit, modulo the ranks
-            of the shard axis. Consecutive numbers for equal blocks spread whole matrices, and with them the work of
-            ``fullshard.optim.Muon``, over the ranks. Equal on all ranks.
+        first_rank: If no parameter of the unit may be cut (granularity "parameter"), the rank that gets the first ones,
+            modulo the ranks of the shard axis. Consecutive numbers for equal blocks spread whole matrices, and with
+            them the work of ``fullshard.optim.Muon``, over the ranks. Equal on all ranks.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
             arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Or
             what ``fullshard.plan`` returns, which also says what the arguments above are. Only for one module, not for

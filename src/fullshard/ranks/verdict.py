@@ -260,8 +260,8 @@ def _has_left(rank: int, reports: Mapping[int, Report], late: Mapping[int, Seque
 
 
 def _launch(value: Sequence[Any]) -> Launch:
-    kind, units, step, microbatch, group_steps, layouts = value
-    return Launch(kind, tuple(units), step, microbatch, group_steps, tuple(layouts))
+    kind, units, step, microbatch, group_steps, *layouts = value
+    return Launch(kind, tuple(units), step, microbatch, group_steps, *map(tuple, layouts))  # older files have none
 
 
 def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
@@ -281,6 +281,8 @@ def _cuts(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
         return None
     _, odd, here = found
     launches = [*here.values()]
+    if not all(len(launch.layouts) == len(launch.units) and all(launch.layouts) for launch in launches):
+        return None  # a rank does not say it
     at = next(i for i in range(len(launches[0].units)) if len({launch.layouts[i] for launch in launches}) > 1)
     lines = {rank: reports[rank].layouts.get(str(launch.layouts[at]), "").split("\n") for rank, launch in here.items()}
     unit = repr(launches[0].units[at]) if launches[0].units[at] else "the root"

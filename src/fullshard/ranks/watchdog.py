@@ -8,8 +8,8 @@ are stuck, at most a few of them, compare the reports (see [Note: Why ranks are 
 them proposes the *failure*, which is the same for all. Every rank then aborts its collectives, so that what waits for
 them raises, and the training thread raises the failure instead of the error of the back end, or at its next collective.
 
-A rank is lost if it shows no sign of life for some seconds of an alarm, or if a rank that compares can see that its
-process has ended. Time is measured by the clock of the rank that reads.
+A rank is lost if it shows no sign of life for some seconds of an alarm. Time is measured by the clock of the rank that
+reads. (That a rank cannot see the process is no proof: numbers of processes mean other things in other containers.)
 
 Ranks may also launch different collectives that match by their sizes, or cut parameters differently, so that none is
 stuck and results are wrong. So signs of life have digests of the launches, which are compared. They also have the
@@ -64,6 +64,7 @@ _WARN_AGAIN_S = 60.0
 _BEATS_PER_DIGEST = 5
 _DIGESTS_SHOWN = 4
 _UNITS_REPORTED = 1000
+_PARAMETERS_REPORTED = 200  # of a unit
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -108,12 +109,11 @@ class Watchdog:
     stuck_s: float
     lost_s: float
     failed: threading.Event  # PROGRESS.failure is set
-    ends: bool  # this process was asked to end: when a collective fails, it does not wait for the reason
     _world: dist.ProcessGroup
     _store: GroupStore
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
-    _host: tuple[str, int]  # where numbers of processes mean the same, and this process's
+    _host: tuple[str, int]  # the machine, and this process
     _training: int  # the thread that trains
     _poll_s: float
     _beat: int
@@ -130,11 +130,11 @@ class Watchdog:
     _thread: threading.Thread
 
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
-        self.stuck_s, self.lost_s, self.failed, self.ends = stuck_s, lost_s, threading.Event(), False
+        self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
         self._world, self._rank = world, world.rank()
         self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
         self._has_server = _has_server(dist.distributed_c10d._get_default_store())
-        self._host, self._training = (_machine(), os.getpid()), threading.get_ident()
+        self._host, self._training = (platform.node(), os.getpid()), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
         self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
@@ -170,7 +170,7 @@ class Watchdog:
         if not self.failed.is_set() and not self._stop.is_set() and _is_of_back_end(error):
             self._broken = _short(error), time.monotonic()
             limit = time.monotonic() + self.stuck_s + self.lost_s + 4 * self._poll_s
-            while not self.ends and time.monotonic() < limit and not self.failed.wait(0.1):
+            while not PROGRESS.ends and time.monotonic() < limit and not self.failed.wait(0.1):
                 pass  # signals are handled in between
         self._broken = None  # if it is handled, this rank goes on
         return error if PROGRESS.failure is None else FullshardError(PROGRESS.failure)
@@ -249,8 +249,6 @@ class Watchdog:
         while True:  # ranks of the groups of other ranks too
             for rank in ranks - reports.keys() - lost.keys() - set(silent):
                 beat = self._beat_of(rank)
-                if gone := beat.host == self._host[0] and _has_ended(beat.process):
-                    beat = self._beat_of(rank)  # it may have said so just before
                 if self._beats.get(rank, (-1, 0.0))[0] != beat.number:
                     self._beats[rank] = beat.number, now
                 number, report = self._read(f"report/{rank}") or (0, {})
@@ -258,7 +256,7 @@ class Watchdog:
                     reports[rank] = Report.from_json(report)
                 elif beat.number < 0:  # it has not come to its first forward
                     reports[rank] = Report("runs", "what comes before its first forward", now - self._alarm[1])
-                elif gone or now - self._beats[rank][1] > self.lost_s:
+                elif now - self._beats[rank][1] > self.lost_s:
                     lost[rank] = beat.place
                     hosts[rank] = beat.host, beat.process
                 elif number >= alarm:
@@ -317,6 +315,7 @@ class Watchdog:
     def _report(self, place: str, now: float) -> Report:
         named = {log.index: str(group.group_name) for group, log in _groups()}
         groups = {str(group.group_name): GroupReport(_ranks_of(group), *log.recent()) for group, log in _groups()}
+        layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
         waiting = PROGRESS.waiting
         caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
         report = partial(
@@ -329,7 +328,7 @@ class Watchdog:
             siblings=_siblings(),
             order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
-            layouts={str(layout): text for layout, text in list(PROGRESS.layouts.items())},
+            layouts={str(layout): _first_lines(PROGRESS.layouts.get(layout, "")) for layout in layouts},
         )
         since = self._since_stuck() if waiting is None else waiting[0]
         idle_s = now - self._idle[2]
@@ -400,6 +399,8 @@ class Watchdog:
         self._thread.join(timeout=self._poll_s + 1)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         told = "" if error is None else f"{type(error).__name__}: {error}"
+        if told and PROGRESS.ends:
+            told = f"after its launcher asked it to end, {told}"
         report = replace(self._report(_place(), time.monotonic()), state="exited", error=told or None)
         if error is not None and not self.failed.is_set():
             self._write_crash(report, None)
@@ -464,22 +465,8 @@ def _digests() -> dict[str, list[tuple[int, int, int]]]:
     return {group.group_name: list(log.snapshots)[-_DIGESTS_SHOWN:] for group, log in _groups()}
 
 
-def _machine() -> str:
-    """Return a name of this machine, or of this container, that no other one has."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    return platform.node()
-
-
-def _has_ended(process: int) -> bool:
-    """True if there is no such process on this machine any more; False if that cannot be known."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return Path("/proc/self/stat").exists()
-    except OSError:
-        return False
+def _first_lines(text: str) -> str:
+    return "\n".join(text.split("\n", _PARAMETERS_REPORTED)[:_PARAMETERS_REPORTED])
 
 
 def _siblings() -> list[int]:

@@ -47,8 +47,7 @@ class StopRequest:
     def ask(self, number: int) -> None:
         """Ask to stop, as signal `number` does."""
         self.code = self.code or 128 + number
-        if PROGRESS.watchdog is not None:
-            PROGRESS.watchdog.ends = True
+        PROGRESS.ends = True
 
 
 def end_with_launcher() -> None:

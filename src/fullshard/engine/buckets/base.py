@@ -215,9 +215,10 @@ class Bucket:
         if self._name != unit:
             storage, lines = self.storage, []
             for index, parameter in enumerate(self.parameters):
-                name, shape = parameter.owners[0].name, parameter.shape.shape
+                name, shape = parameter.fqn.removeprefix(f"{unit}."), parameter.shape
                 lines.append(
-                    f"{name} {shape} in {storage.param_dtype}, reduced in {storage.reduce_dtype}, {self._where(index)}"
+                    f"{name} {shape.shape} with strides {shape.stride}, {parameter.local.dtype} sent in "
+                    f"{storage.param_dtype} and reduced in {storage.reduce_dtype}, {self._where(index)}"
                 )
             text = "\n".join(lines)
             self._name = UnitName(unit)
