@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from fullshard import FullshardError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, memory, replicate
 from fullshard.cli import app
+from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
@@ -307,6 +308,20 @@ def train_cut_differently(rank: Rank, how: str) -> str:
         except FullshardError as error:
             return str(error)
     return "trained"
+
+
+@on_ranks(2)
+def test_strides_that_mean_nothing_are_not_compared(rank: Rank) -> None:
+    """Those of dims of size 1 may depend on how a rank has loaded its model."""
+    layouts = []
+    for strides in ((1, 1), (1, 7)):
+        module = nn.Linear(1, 7, bias=False)
+        module.weight = nn.Parameter(torch.ones(7).as_strided((7, 1), strides))
+        model = fully_shard(module)
+        model(torch.ones(2, 1)).sum().backward()
+        (bucket,) = unit_of(model).buckets
+        layouts.append(bucket.launch_name("").layout)
+    assert layouts[0] == layouts[1] != 0
 
 
 CUTS = {

@@ -216,9 +216,13 @@ class Bucket:
             storage, lines = self.storage, []
             for index, parameter in enumerate(self.parameters):
                 name, shape = parameter.fqn.removeprefix(f"{unit}."), parameter.shape
+                # Those of dims of size 1 mean nothing, and may differ.
+                strides = tuple(
+                    s for s, size in zip(shape.stride, shape.shape, strict=True) if shape.numel and size > 1
+                )
                 lines.append(
-                    f"{name} {shape.shape} with strides {shape.stride}, {parameter.local.dtype} sent in "
-                    f"{storage.param_dtype} and reduced in {storage.reduce_dtype}, {self._where(index)}"
+                    f"{name} {shape.shape} with strides {strides}, sent in {storage.param_dtype} and reduced in "
+                    f"{storage.reduce_dtype}, {self._where(index)}"
                 )
             text = "\n".join(lines)
             self._name = UnitName(unit)
