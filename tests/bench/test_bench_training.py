@@ -247,11 +247,11 @@ def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path) -> None:
-    """Two contestants of two ranks train the same in turns, in bf16; figures, plot and page."""
-    page, stored = run_small(
-        tmp_path, "modes", f"{SMALLEST} --microbatches 2 --what bf16 --only fsdp2 --only fullshard"
-    )
-    assert list(stored["contestants"]) == ["fsdp2", "fullshard"]
+    """Contestants of two ranks train the same in turns, in bf16; a page, and a plot beside FSDP2 with our malloc."""
+    names = ["fsdp2", "fsdp2+our-malloc", "fullshard"]
+    chosen = " ".join(f"--only {name}" for name in names)
+    page, stored = run_small(tmp_path, "modes", f"{SMALLEST} --microbatches 2 --what bf16 {chosen}")
+    assert list(stored["contestants"]) == names
     assert stored["not_run"] == {} and stored["losses_that_disagree"] == {}
     entry = stored["contestants"]["fullshard"]
     parameters = GPTShape(32, 1, 16).parameters
