@@ -150,7 +150,9 @@ def _functions() -> _Functions:
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("fullshard."):
             continue
-        for name, value in vars(module).items():
+        for name, value in list(vars(module).items()):
+            if name.startswith("__"):
+                continue  # torch.compile puts its functions into modules, and removes them
             if isinstance(value, FunctionType) and str(value.__module__).startswith("fullshard."):
                 found[module, name] = value
             elif isinstance(value, type) and value.__module__ == module_name:
