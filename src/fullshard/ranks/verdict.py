@@ -39,9 +39,10 @@ _SAME_ORDER = (
     "that a rank does not need with an input of zeros, and add their outputs to the loss"
 )
 _SAME_CUTS = (
-    "All ranks have to cut parameters alike, and send them in the same dtypes. Look for arguments of fully_shard that "
-    "depend on the rank (layout, granularity, shard_placement_fn, mp_policy), for FULLSHARD_ variables that not all "
-    "nodes have, and for different versions of fullshard or torch"
+    "All ranks have to have the same parameters in the same order, cut them alike, and send them in the same dtypes. "
+    "Look for modules that are made in another order, as from a set; for arguments of fully_shard that depend on the "
+    "rank (layout, granularity, shard_placement_fn, mp_policy); for FULLSHARD_ variables that not all nodes have; and "
+    "for different versions of fullshard or torch"
 )
 
 
