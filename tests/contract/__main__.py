@@ -21,8 +21,9 @@ from ranks import RankPool, RanksFailed
 def kind_of(difference: Difference) -> tuple[str, ...]:
     """Of which kind a difference is: the property, what each shows, without numbers, and at what kind of point."""
     point = re.match(r"(late |backward )?[a-z-]*|", difference.point)
+    where = ("in backward, " if difference.in_backward else "") + (point[0] if point else "")
     shown = (re.sub(r"\[.*|\d[\d.e+-]*", "#", str(value))[:60] for value in (difference.theirs, difference.ours))
-    return (re.sub(r"[\d.]+.*", "#", difference.what), *shown, point[0] if point else "")
+    return (re.sub(r"[\d.]+.*", "#", difference.what), *shown, where)
 
 
 def main() -> int:

@@ -13,9 +13,8 @@ import torch
 
 from contract.programs import Program
 from contract.recorder import Point, Properties, Value
+from models import tiny_units
 from ranks import Rank
-
-RTOL, LOW_RTOL = 1e-4, 3e-2  # of the largest element: sums are in another order
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Difference:
         what: the property.
         theirs: torch's value.
         ours: fullshard's value.
-        phase: which half of the step the point is in, by its words.
+        in_backward: whether the point is inside a backward.
     """
 
     program: str
@@ -40,6 +39,7 @@ class Difference:
     what: str
     theirs: Any
     ours: Any
+    in_backward: bool = False
 
     def __str__(self) -> str:
         of = f"{self.fqn}, {self.what}" if self.fqn else self.what
@@ -65,7 +65,8 @@ def compare(rank: Rank, program: Program) -> Comparison:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = program.run(importlib.import_module("torch.distributed.fsdp"), rank)
-        ours = program.run(importlib.import_module("fullshard"), rank)
+        with tiny_units():  # each unit in messages of its own, as torch's
+            ours = program.run(importlib.import_module("fullshard"), rank)
     return compare_points(program, theirs, ours)
 
 
@@ -80,27 +81,28 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
         theirs = theirs[:-1]
     found: list[Difference] = []
 
-    def add(where: str, fqn: str, what: str, one: Any, other: Any) -> None:
-        found.append(Difference(program.name, front_end, where, fqn, what, _plain(one), _plain(other)))
+    def add(at: Point, fqn: str, what: str, one: Any, other: Any) -> None:
+        values = _plain(one), _plain(other)
+        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward))
 
     by_label = _labelled(ours)
     for label, point in _labelled(theirs).items():
         other = by_label.get(label)
         if other is None:
             if not refused or not label[0].startswith(their_last.where.rpartition(":")[0]):
-                add(point.where, "", "the point", "reached", _raised(ours) or "never reached")
+                add(point, "", "the point", "reached", _raised(ours) or "never reached")
             continue
         for fqn, what, one, two in differences_at(point, other):
-            add(point.where, fqn, what, one, two)
+            add(point, fqn, what, one, two)
     if not refused:
         known = _labelled(theirs)
         for label, point in by_label.items():
             if label not in known:
-                add(point.where, "", "the point", "never reached", _raised([point]) or "reached")
+                add(point, "", "the point", "never reached", _raised([point]) or "reached")
         order = [label for label in _labelled(theirs) if label in by_label]
         for place, (one, two) in enumerate(zip(order, (x for x in by_label if x in known), strict=False)):
             if one != two:
-                add(one[0], "", "order of points", [x[0] for x in order[place : place + 2]], two[0])
+                add(known[one], "", "order of points", [x[0] for x in order[place : place + 2]], two[0])
                 break
     return Comparison(tuple(found), refused, len(theirs))
 
@@ -113,7 +115,7 @@ def differences_at(theirs: Point, ours: Point) -> Iterator[tuple[str, str, Any, 
             yield fqn, "seen", one is not None, two is not None
         elif one.get("kind") != two.get("kind"):
             yield fqn, "kind", one.get("kind"), two.get("kind")
-        else:
+        elif one != two:
             yield from ((fqn, *found) for found in _unequal(one, two))
 
 
@@ -123,21 +125,8 @@ def _unequal(theirs: Properties, ours: Properties) -> Iterator[tuple[str, Any, A
             continue
         if what not in theirs or what not in ours:
             yield what, theirs.get(what, "nothing"), ours.get(what, "nothing")
-        elif not same(theirs[what], ours[what]):
+        elif theirs[what] != ours[what]:
             yield what, theirs[what], ours[what]
-
-
-def same(one: Any, two: Any) -> bool:
-    """Equality, of numbers within a tolerance."""
-    if isinstance(one, Value) and isinstance(two, Value):
-        a, b = one.tensor, two.tensor
-        if a.shape != b.shape:
-            return False
-        if not a.numel():
-            return True
-        bound = (LOW_RTOL if one.low or two.low else RTOL) * max(float(a.abs().max()), 1e-3)
-        return bool(((a - b).abs() <= bound).all())
-    return bool(one == two)
 
 
 def _labelled(points: Sequence[Point]) -> dict[tuple[str, int], Point]:

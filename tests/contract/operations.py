@@ -93,8 +93,17 @@ class Session:
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Run backward."""
         if loss.requires_grad:
-            loss.backward(**options)
+            with self._in_backward():
+                loss.backward(**options)
         self.note("after backward")
+
+    @contextlib.contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        self.recorder.in_backward = True
+        try:
+            yield
+        finally:
+            self.recorder.in_backward = False
 
     def step(self, set_to_none: bool = True) -> None:
         """Step, and zero gradients."""
@@ -231,7 +240,9 @@ class Session:
     def autograd_grad(self) -> None:
         """Gradients with respect to the input alone, by torch.autograd.grad."""
         x = self.batch().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.model(x).float().square().mean(), x)
+        loss = self.model(x).float().square().mean()
+        with self._in_backward():
+            (gradient,) = torch.autograd.grad(loss, x)
         self.note("after autograd.grad", gradient=value_of(gradient))
 
     # ------------------------------------------------------------ operations: losses outside, flags inside
@@ -429,7 +440,7 @@ class Session:
         handle = self.unit(path).register_forward_hook(hook)
         loss = self.forward()
         handle.remove()
-        with contextlib.suppress(Injected):
+        with contextlib.suppress(Injected), self._in_backward():
             loss.backward()
         self._recover(reset)
 

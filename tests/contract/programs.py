@@ -106,14 +106,7 @@ def made(library: ModuleType, value: Any) -> Any:
 # -------------------------------------------------------------------- parts of programs
 
 BLOCKS = ("blocks.0", "blocks.1")
-LIFE: tuple[Operation, ...] = (
-    ("train", 2),
-    ("evaluate",),
-    ("save",),
-    ("train",),
-    ("evaluate", True),
-    ("train",),
-)
+LIFE: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
 SHORT: tuple[Operation, ...] = (("train", 2),)
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,26 @@ from torch.distributed.tensor import DTensor
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-class Value(NamedTuple):
-    """Numbers that are compared within a tolerance."""
+RTOL, LOW_RTOL = 1e-4, 3e-2  # of the largest element: sums are in another order
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """Numbers that are compared within a tolerance, which is wider where they were computed in a low precision."""
 
     tensor: torch.Tensor
-    low: bool  # whether they were computed in a low precision
+    low: bool
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Value) or self.tensor.shape != other.tensor.shape:
+            return False
+        if self.tensor.numel() == 0 or torch.equal(self.tensor, other.tensor):
+            return True
+        tolerance = LOW_RTOL if self.low or other.low else RTOL
+        bound = tolerance * max(float(self.tensor.abs().max()), 1e-3)
+        return bool(((self.tensor - other.tensor).abs() <= bound).all())
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         flat = self.tensor.flatten()
@@ -41,6 +56,7 @@ class Point:
 
     where: str
     seen: dict[str, Properties] = field(default_factory=dict)
+    in_backward: bool = False
 
 
 def fqn_of(name: str) -> str:
@@ -68,7 +84,7 @@ def value_of(tensor: torch.Tensor) -> Value | str:
     if local.numel() and local.untyped_storage().size() == 0:
         return "freed"
     low = local.dtype.itemsize < 4
-    return Value(local.to(torch.complex128 if local.is_complex() else torch.float64, copy=True), low)
+    return Value(local.to(torch.float32) if low else local.clone(), low)
 
 
 class Recorder:
@@ -77,6 +93,7 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.points: list[Point] = []
         self.context = ""
+        self.in_backward = False
         self.holders = {id(m): (n, m) for n, m in model.named_modules()}
         # Where each parameter is an attribute. Sharding in place replaces parameters, not modules.
         self.places = [
@@ -93,7 +110,7 @@ class Recorder:
 
     def note(self, where: str, own: nn.Module | None = None, **facts: Any) -> None:
         """Note all parameters at this point, with the values of those of ``own`` (None: of all), and ``facts``."""
-        point = Point(f"{self.context}: {where}")
+        point = Point(f"{self.context}: {where}", {}, self.in_backward)
         held: dict[str, object] = {}
         for fqn, module, name in self.places:
             held[fqn] = parameter = getattr(module, name, None)
@@ -110,7 +127,10 @@ class Recorder:
         """What a program can see of a parameter."""
         if not isinstance(parameter, torch.Tensor):
             return {"kind": "missing" if parameter is None else repr(type(parameter))}
-        kind, grad = kind_of(parameter), parameter.grad if parameter.is_leaf else None
+        try:
+            kind, grad = kind_of(parameter), parameter.grad if parameter.is_leaf else None
+        except RuntimeError:
+            return {"kind": "a view that cannot be read"}  # of torch's FSDP1
         seen: Properties = {
             "kind": kind,
             "identity": self.number(fqn, parameter),
@@ -206,7 +226,7 @@ class Recorder:
                 "object": self.number(fqn, parameter),
                 "grad": None if grad is None else f"{kind_of(grad)} {grad.dtype} {tuple(grad.shape)}",
             }
-            self.points.append(Point(f"{self.context}: post-accumulate {fqn}", {"": facts}))
+            self.points.append(Point(f"{self.context}: post-accumulate {fqn}", {"": facts}, self.in_backward))
 
         return hook
 

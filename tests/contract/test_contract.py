@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import fullshard
 from contract.allowed import ALLOWED, allowed
-from contract.comparison import Comparison, Difference, compare
+from contract.comparison import Comparison, Difference, compare, compare_points
 from contract.draw import draw
+from contract.operations import Session
 from contract.programs import PROGRAMS
-from ranks import Rank, RankPool
+from ranks import Rank, RankPool, on_ranks
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(40)  # python -m tests.contract has as many as one likes
@@ -66,3 +72,80 @@ def test_allowed_differences_are_used_and_documented(ranks: RankPool, entry: obj
     assert entry.row in rows
     found = [d for comparison in run(ranks, entry.shown_by) for d in comparison.differences]
     assert any(allowed(d) is entry for d in found), f"{entry.shown_by} no longer shows it: remove the entry"
+
+
+# ---------------------------------------------------------------- that differences are found
+
+
+def replace_a_parameter(session: Session) -> None:
+    block = session.unit("blocks.0.up")
+    old = block.bias
+    block.bias = nn.Parameter(old.detach().clone())
+    block.bias.grad = old.grad
+
+
+def flip_a_flag(session: Session) -> None:
+    session.unit("blocks.0.up").bias.requires_grad_(False)
+
+
+def change_a_value(session: Session) -> None:
+    with torch.no_grad():
+        session.unit("blocks.0.up").bias.add_(1e-2)
+
+
+def change_a_gradient(session: Session) -> None:
+    session.unit("blocks.0.up").bias.grad.mul_(1.01)
+
+
+def drop_a_gradient(session: Session) -> None:
+    session.unit("blocks.0.up").bias.grad = None
+
+
+def rename_a_parameter(session: Session) -> None:
+    block = session.unit("blocks.0.up")
+    block._parameters["other"] = block._parameters.pop("bias")
+
+
+def forget_a_parameter_in_the_optimizer(session: Session) -> None:
+    session.optimizer.param_groups[0]["params"].pop()
+
+
+# What is done between backward and step, to fullshard's model only, and the properties in which that shows.
+FAULTS = {
+    replace_a_parameter: {"identity", "optimizer's parameter 5"},
+    flip_a_flag: {"requires_grad"},
+    change_a_value: {"values"},
+    change_a_gradient: {"grad's values", "values"},
+    drop_a_gradient: {"grad"},
+    rename_a_parameter: {"kind", "names"},
+    forget_a_parameter_in_the_optimizer: {"optimizer's parameter 9"},
+}
+
+
+@on_ranks(2)
+def test_differences_are_found(rank: Rank) -> None:
+    """Two runs under fullshard show the same; one thing that is changed by hand in the second is found."""
+    program = replace(PROGRAMS["stack raf=True"], operations=(("train", 2),))
+    clean = program.run(fullshard, rank)
+    assert compare_points(program, clean, program.run(fullshard, rank)).differences == ()
+    step = Session.step
+    for fault, expected in FAULTS.items():
+
+        def faulty_step(session: Session, set_to_none: bool = True, fault: Callable[..., None] = fault) -> None:
+            fault(session)
+            session.note("after backward")
+            step(session, set_to_none)
+
+        def noted_step(session: Session, set_to_none: bool = True) -> None:
+            session.note("after backward")
+            step(session, set_to_none)
+
+        try:
+            Session.step = noted_step
+            theirs = program.run(fullshard, rank)
+            Session.step = faulty_step
+            ours = program.run(fullshard, rank)
+        finally:
+            Session.step = step
+        found = compare_points(program, theirs, ours).differences
+        assert expected <= {difference.what for difference in found}, fault.__name__
