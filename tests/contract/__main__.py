@@ -50,7 +50,7 @@ def main() -> int:
         different = [d for c in found for d in c.differences if given.all or allowed(d) is None]
         failed += bool(different)
         for difference in different:
-            kind = kind_of(difference)
+            kind = *kind_of(difference), difference.right
             kinds[kind].append(difference)
             programs[kind][str(name)] = None
         if given.k is not None:
@@ -63,8 +63,10 @@ def main() -> int:
             print(f"{number + 1} of {len(names)} programs, {failed} failed, {elapsed:.0f} s", flush=True)
     pool.close()
     for kind, differences in sorted(kinds.items(), key=lambda item: -len(programs[item[0]])):
-        shown, (what, theirs, ours, point) = list(programs[kind]), kind
+        shown, (what, theirs, ours, point, right) = list(programs[kind]), kind
         print(f"\n{len(shown)} programs ({'; '.join(shown[:6])}): {point}: {what}: torch {theirs}, fullshard {ours}")
+        if right:
+            print(f"  losses of the unsharded model: {right}")
         print(f"  first: {differences[0]}")
     return 1 if failed else 0
 

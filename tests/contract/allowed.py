@@ -27,6 +27,10 @@ class Allowed:
     matches: Callable[[Difference], bool]
 
 
+def _numbers(d: Difference) -> bool:
+    return "values" in d.what or d.what in ("loss", "gradient of output", "gradient", "norm", "product")
+
+
 ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "late hooks on forward",
@@ -35,7 +39,61 @@ ALLOWED: tuple[Allowed, ...] = (
         "late hooks",
         lambda d: d.front_end == "fully_shard" and d.point.startswith("late post"),
     ),
+    Allowed(
+        "unreduced gradients",
+        "gradients of backwards without sync",
+        "what `.grad` has is a mean over the ranks: never this rank's part of it",
+        "accumulation",
+        lambda d: d.what == "grad" and (d.theirs, d.ours) == ("plain", "None"),
+    ),
+    Allowed(
+        "reduced gradients in backward",
+        "`.grad` of sharded parameters inside backward",
+        "it is set when the reduction is complete, which an accelerator does not know before backward has ended",
+        "stack raf=None",
+        lambda d: d.what == "grad" and (d.theirs, d.ours) == ("DTensor", "None") and _before_the_end(d),
+    ),
+    Allowed(
+        "parameters on a smaller mesh",
+        "parameters that are registered after forward with `reshard_after_forward=<int>`",
+        "an optimizer built after forward updates the sharded parameters",
+        "stack raf int",
+        lambda d: d.program == "stack raf int" and d.what in ("identity", "placements", "local shape", "values"),
+    ),
+    Allowed(
+        "stale weights",
+        "optimizer step after a forward without backward",
+        "after a step no unit computes with weights from before it",
+        "forward dropped, then a step",
+        lambda d: d.right == "fullshard" and _numbers(d) and "raise_in" not in d.operations,
+    ),
+    Allowed(
+        "gradients of a failed step",
+        "exception in forward or backward",
+        "nothing of a step that has failed is in the next one",
+        "exception in backward",
+        lambda d: d.right == "fullshard" and _numbers(d) and "raise_in" in d.operations,
+    ),
+    Allowed(
+        "parameters after an exception",
+        "exception in forward or backward",
+        "the next step works without a call",
+        "exception in forward without a reset",
+        lambda d: "False" in d.operations and "raise_in" in d.operations and d.what != "grad",
+    ),
+    Allowed(
+        "backward inside of forward",
+        "backward and optimizer step inside of a module's forward",
+        "forward goes on with the unsharded parameters",
+        "backward inside",
+        lambda d: d.where.partition(":")[0].endswith("backward_inside") and d.what == "kind",
+    ),
 )
+
+
+def _before_the_end(d: Difference) -> bool:
+    """Whether a backward has not ended, was not the last one, or has raised."""
+    return d.in_backward or "raise_in_backward" in d.where or "last_backward" in d.where
 
 
 def allowed(difference: Difference) -> Allowed | None:

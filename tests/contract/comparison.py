@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import fullshard
+from contract import unsharded
 from contract.programs import Program
 from contract.recorder import Point, Properties, Value
 from models import tiny_units
@@ -30,6 +34,8 @@ class Difference:
         theirs: torch's value.
         ours: fullshard's value.
         in_backward: whether the point is inside a backward.
+        operations: all operations of the program up to this one, in words.
+        right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
     """
 
     program: str
@@ -40,6 +46,8 @@ class Difference:
     theirs: Any
     ours: Any
     in_backward: bool = False
+    right: str = ""
+    operations: str = ""
 
     def __str__(self) -> str:
         of = f"{self.fqn}, {self.what}" if self.fqn else self.what
@@ -66,8 +74,27 @@ def compare(rank: Rank, program: Program) -> Comparison:
         warnings.simplefilter("ignore")
         theirs = program.run(importlib.import_module("torch.distributed.fsdp"), rank)
         with tiny_units():  # each unit in messages of its own, as torch's
-            ours = program.run(importlib.import_module("fullshard"), rank)
-    return compare_points(program, theirs, ours)
+            ours = program.run(fullshard, rank)
+        comparison = compare_points(program, theirs, ours)
+        # Both ranks decide alike, since the unsharded model runs collectives. Ranks may see different values.
+        different = torch.tensor([float(any("values" in d.what or d.what == "loss" for d in comparison.differences))])
+        dist.all_reduce(different)
+        if not different or program.wrapper:
+            return comparison
+        truth = losses(program.run(unsharded, rank))
+    right = [name for name, points in (("torch", theirs), ("fullshard", ours)) if agree(losses(points), truth)]
+    verdict = "both" if len(right) == 2 else right[0] if right else "none"
+    return replace(comparison, differences=tuple(replace(d, right=verdict) for d in comparison.differences))
+
+
+def losses(points: Sequence[Point]) -> list[tuple[str, Value]]:
+    """All losses, with where they were seen."""
+    return [(point.where, point.seen[""]["loss"]) for point in points if "loss" in point.seen.get("", ())]
+
+
+def agree(ours: list[tuple[str, Value]], truth: list[tuple[str, Value]]) -> bool:
+    """Whether losses are those of the unsharded model, as far as they go."""
+    return all(one == two for one, two in zip(ours, truth, strict=False))
 
 
 def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Point]) -> Comparison:
@@ -83,7 +110,9 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
 
     def add(at: Point, fqn: str, what: str, one: Any, other: Any) -> None:
         values = _plain(one), _plain(other)
-        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward))
+        number = re.match(r"\d+", at.where)
+        past = str(program.operations[: int(number[0]) + 1 if number else 0])
+        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward, "", past))
 
     by_label = _labelled(ours)
     for label, point in _labelled(theirs).items():
@@ -96,13 +125,15 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
             add(point, fqn, what, one, two)
     if not refused:
         known = _labelled(theirs)
+        both = known.keys() & by_label.keys()
         for label, point in by_label.items():
             if label not in known:
                 add(point, "", "the point", "never reached", _raised([point]) or "reached")
-        order = [label for label in _labelled(theirs) if label in by_label]
-        for place, (one, two) in enumerate(zip(order, (x for x in by_label if x in known), strict=False)):
+        # Hooks of parameters run when a reduction is complete: that is not ordered among other points.
+        order = [[x for x in points if x in both and ": post-accumulate" not in x[0]] for points in (known, by_label)]
+        for one, two in zip(*order, strict=False):
             if one != two:
-                add(known[one], "", "order of points", [x[0] for x in order[place : place + 2]], two[0])
+                add(known[one], "", "order of points", one[0], two[0])
                 break
     return Comparison(tuple(found), refused, len(theirs))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from contract import unsharded
 from contract.modules import DIM
 from contract.recorder import Recorder, kind_of, value_of
 from models import Language, batch, tokens
@@ -107,10 +108,15 @@ class Session:
 
     def step(self, set_to_none: bool = True) -> None:
         """Step, and zero gradients."""
+        self._average()
         self.optimizer.step()
         self.note("after step")
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self.note("after zero_grad")
+
+    def _average(self) -> None:
+        if self.library is unsharded:
+            unsharded.average_gradients(self.model)
 
     # ------------------------------------------------------------ operations: training
 
@@ -357,6 +363,7 @@ class Session:
     def clip(self) -> None:
         """Backward, clip, step."""
         self.backward(self.forward())
+        self._average()
         if hasattr(self.model, "clip_grad_norm_"):
             norm = self.model.clip_grad_norm_(0.01)
         else:
