@@ -61,6 +61,15 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda d: d.program == "stack raf int" and d.what in ("identity", "placements", "local shape", "values"),
     ),
     Allowed(
+        "flags changed inside of forward",
+        "`requires_grad` changed while a unit is unsharded",
+        "what a program has unfrozen is trained",
+        "frozen inside raf=False",
+        lambda d: (
+            "freeze" in d.operations and (d.what == "requires_grad" or (d.right == "fullshard" and d.what != "kind"))
+        ),
+    ),
+    Allowed(
         "stale weights",
         "optimizer step after a forward without backward",
         "after a step no unit computes with weights from before it",
@@ -88,7 +97,69 @@ ALLOWED: tuple[Allowed, ...] = (
         "backward inside",
         lambda d: d.where.partition(":")[0].endswith("backward_inside") and d.what == "kind",
     ),
+    Allowed(
+        "parameters in forward of a wrapper",
+        "the original parameters in forward",
+        "they are listed in forward, too, and autograd accumulates their gradients",
+        "wrapper True",
+        lambda d: (
+            _wrapper(d)
+            and ((d.what == "names" and _inside(d)) or (d.theirs, d.ours) == ("plain, no Parameter", "plain"))
+        ),
+    ),
+    Allowed(
+        "parameters of a wrapper outside of forward",
+        "`use_orig_params=False`: `model.layer.weight` outside of forward",
+        "what is there can be read",
+        "wrapper False",
+        lambda d: _wrapper(d) and d.theirs == "a view that cannot be read" and d.ours == "plain",
+    ),
+    Allowed(
+        "padding of flat parameters",
+        "`use_orig_params=False`: alignment",
+        "vectorized kernels",
+        "wrapper False",
+        lambda d: _wrapper(d) and "'use_orig_params': False" in d.operations and "state " in d.what,
+    ),
+    Allowed(
+        "parameters of which a rank holds nothing",
+        "gradients of parameters of which this rank holds nothing",
+        "every rank has a gradient and state of the same parameters",
+        "wrapper True",
+        lambda d: (
+            (_wrapper(d) and (d.theirs, d.ours) == ("None", "plain") and d.what == "grad")
+            or (
+                _wrapper(d)
+                and (
+                    d.what in ("number of states", "optimizer's keys") or ("state " in d.what and d.theirs == "nothing")
+                )
+            )
+        ),
+    ),
+    Allowed(
+        "frozen parameters of a wrapper",
+        "frozen beside trainable parameters",
+        "no gradients are computed, kept or sent for frozen parameters",
+        "wrapper, frozen",
+        lambda d: d.program == "wrapper, frozen",
+    ),
+    Allowed(
+        "hooks on sharded parameters of a wrapper",
+        "hooks on sharded parameters with `use_orig_params=True`",
+        "documented behavior of `Tensor`",
+        "wrapper True",
+        lambda d: _wrapper(d) and d.point.startswith("post-accumulate") and d.theirs == "never reached",
+    ),
 )
+
+
+def _inside(d: Difference) -> bool:
+    """Whether a point is inside of a forward or backward."""
+    return d.in_backward or d.point.startswith(("pre", "post", "called"))
+
+
+def _wrapper(d: Difference) -> bool:
+    return d.front_end == "wrapper"
 
 
 def _before_the_end(d: Difference) -> bool:

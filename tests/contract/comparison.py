@@ -20,6 +20,8 @@ from contract.recorder import Point, Properties, Value
 from models import tiny_units
 from ranks import Rank
 
+SHARED = ("shape", "dtype", "device", "requires_grad", "values")  # what plain tensors and parameters have in common
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -34,7 +36,7 @@ class Difference:
         theirs: torch's value.
         ours: fullshard's value.
         in_backward: whether the point is inside a backward.
-        operations: all operations of the program up to this one, in words.
+        operations: the units, and all operations up to this one, in words.
         right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
     """
 
@@ -111,7 +113,7 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
     def add(at: Point, fqn: str, what: str, one: Any, other: Any) -> None:
         values = _plain(one), _plain(other)
         number = re.match(r"\d+", at.where)
-        past = str(program.operations[: int(number[0]) + 1 if number else 0])
+        past = f"{program.units} {program.operations[: int(number[0]) + 1 if number else 0]}"
         found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward, "", past))
 
     by_label = _labelled(ours)
@@ -139,13 +141,15 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
 
 
 def differences_at(theirs: Point, ours: Point) -> Iterator[tuple[str, str, Any, Any]]:
-    """(FQN, property, torch's value, fullshard's) of all that differs at a point. If the kinds differ, only these."""
+    """(FQN, property, torch's value, fullshard's) of all that differs at a point; of unlike kinds little else."""
     for fqn in [*theirs.seen, *(f for f in ours.seen if f not in theirs.seen)]:
         one, two = theirs.seen.get(fqn), ours.seen.get(fqn)
         if one is None or two is None:
             yield fqn, "seen", one is not None, two is not None
         elif one.get("kind") != two.get("kind"):
             yield fqn, "kind", one.get("kind"), two.get("kind")
+            if all(str(side.get("kind")).startswith("plain") for side in (one, two)):
+                yield from ((fqn, *found) for found in _unequal(*({k: s.get(k) for k in SHARED} for s in (one, two))))
         elif one != two:
             yield from ((fqn, *found) for found in _unequal(one, two))
 

@@ -72,7 +72,7 @@ def kind_of(tensor: object) -> str:
         return "None"
     if isinstance(tensor, DTensor):
         return "DTensor" if isinstance(tensor, nn.Parameter) else "DTensor, no Parameter"
-    if type(tensor).__name__ == "FlatParameter":
+    if type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False):
         return "FlatParameter"
     return "plain" if isinstance(tensor, nn.Parameter) else "plain, no Parameter"
 
