@@ -1,4 +1,4 @@
-"""Run many random programs: ``python -m tests.contract --seed 0 -n 1000``; or some by name: ``-k TEXT``."""
+"""Run many random programs: ``python -m tests.contract --seed 0 -n 1000``; or some by name: ``-k PATTERN``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="contract", description=__doc__)
     parser.add_argument("-n", type=int, default=100, help="random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
-    parser.add_argument("-k", help="the named programs with this text in their names, in place of random ones")
+    parser.add_argument("-k", help="the named programs that match this pattern, in place of random ones")
     parser.add_argument("--all", action="store_true", help="print each difference, also what is allowed")
     given = parser.parse_args()
     names: list[str | int] = list(range(given.seed, given.seed + given.n))
     if given.k is not None:
-        names = [name for name in PROGRAMS if given.k in name]
+        names = [name for name in PROGRAMS if re.search(given.k, name)]
     pool, began, failed = RankPool(), time.monotonic(), 0
     kinds: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
     programs: dict[tuple[object, ...], dict[str, None]] = defaultdict(dict)

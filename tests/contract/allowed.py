@@ -112,7 +112,14 @@ ALLOWED: tuple[Allowed, ...] = (
         "`use_orig_params=False`: `model.layer.weight` outside of forward",
         "what is there can be read",
         "wrapper False",
-        lambda d: _wrapper(d) and d.theirs == "a view that cannot be read" and d.ours == "plain",
+        lambda d: _wrapper(d) and (d.theirs == "a view that cannot be read" or d.theirs == "freed"),
+    ),
+    Allowed(
+        "prefetched units of a wrapper",
+        "parameters of a unit that is prefetched in backward",
+        "what a module holds does not depend on what is prefetched",
+        "wrapper True",
+        lambda d: _wrapper(d) and d.in_backward and d.what in ("form", "dtype"),
     ),
     Allowed(
         "padding of flat parameters",

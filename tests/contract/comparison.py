@@ -20,7 +20,7 @@ from contract.recorder import Point, Properties, Value
 from models import tiny_units
 from ranks import Rank
 
-SHARED = ("shape", "dtype", "device", "requires_grad", "values")  # what plain tensors and parameters have in common
+SHARED = ("dtype", "device", "requires_grad", "values")  # what plain tensors and parameters have in common
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,14 @@ def differences_at(theirs: Point, ours: Point) -> Iterator[tuple[str, str, Any, 
         elif one.get("kind") != two.get("kind"):
             yield fqn, "kind", one.get("kind"), two.get("kind")
             if all(str(side.get("kind")).startswith("plain") for side in (one, two)):
-                yield from ((fqn, *found) for found in _unequal(*({k: s.get(k) for k in SHARED} for s in (one, two))))
+                if one.get("form") != two.get("form"):
+                    yield fqn, "form", one.get("form"), two.get("form")
+                else:
+                    yield from (
+                        (fqn, *found) for found in _unequal(*({k: s.get(k) for k in SHARED} for s in (one, two)))
+                    )
+        elif one.get("form") != two.get("form"):
+            yield fqn, "form", one.get("form"), two.get("form")
         elif one != two:
             yield from ((fqn, *found) for found in _unequal(one, two))
 

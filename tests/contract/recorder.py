@@ -102,6 +102,7 @@ class Recorder:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self.shapes = {fqn: getattr(module, name).shape for fqn, module, name in self.places}
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self._objects: dict[tuple[str, str], list[object]] = defaultdict(list)
@@ -133,6 +134,7 @@ class Recorder:
             return {"kind": "a view that cannot be read"}  # of torch's FSDP1
         seen: Properties = {
             "kind": kind,
+            "form": self.form(fqn, parameter),
             "identity": self.number(fqn, parameter),
             "shape": tuple(parameter.shape),
             "dtype": parameter.dtype,
@@ -150,6 +152,14 @@ class Recorder:
             seen["values"] = value_of(parameter)
             seen["grad's values"] = None if grad is None else value_of(grad)
         return seen
+
+    def form(self, fqn: str, parameter: torch.Tensor) -> str:
+        """Whether a parameter is whole, a part of it, or without memory."""
+        if isinstance(parameter, DTensor):
+            return "DTensor"
+        if parameter.numel() and parameter.untyped_storage().size() == 0:
+            return "freed"
+        return "whole" if parameter.shape == self.shapes[fqn] else "part"
 
     def number(self, name: str, thing: object) -> str:
         """Number objects of a kind under a name in the order of their first appearance."""
