@@ -82,11 +82,6 @@ class Unit:
         self.build_buckets()
 
     @property
-    def has_only_blocks(self) -> bool:
-        """True if all its modules have submodules."""
-        return all(module is None or any(module.children()) for module in (ref() for ref in self.modules))
-
-    @property
     def described(self) -> str:
         """Name of the unit for errors."""
         return repr(self.name or "<root>")
@@ -275,11 +270,15 @@ class Unit:
         if self.registration.unsharded:
             self.registration.use_sharded()
 
-    def keep_for_backward(self) -> None:
-        """Keep the unsharded parameters in memory for a backward; the modules hold the sharded ones."""
-        self.register_sharded()
+    def keep(self) -> None:
+        """Keep the unsharded parameters until backward, or until the next forward all-gathers anew."""
         if self.parameter_state is ParameterState.UNSHARDED:
             self._move_parameters(ParameterState.KEPT)
+
+    def keep_for_backward(self) -> None:
+        """Keep the unsharded parameters in memory; the modules hold the sharded ones."""
+        self.register_sharded()
+        self.keep()
 
     def reshard(self, subgroup: int = 0) -> None:
         """Register the sharded parameters and free the unsharded ones.

@@ -26,12 +26,16 @@ class Registration:
         self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
 
     def use_sharded(self) -> None:
-        """Have the modules hold the sharded parameters."""
-        self.unsharded = self.copies = False
+        """Have the modules hold the sharded parameters, with the flags that the unsharded ones were given meanwhile."""
+        shown, self.unsharded, self.copies = self.unsharded and not self.copies, False, False
         for held, name, parameter in self._plain:
             held[name] = parameter.sharded
+            if shown and parameter.unsharded.requires_grad is not parameter.followed:
+                parameter.take_requires_grad()
         for owner, parameter in self._others:
             owner.set(parameter.sharded)
+            if shown and parameter.unsharded.requires_grad is not parameter.followed:
+                parameter.take_requires_grad()
 
     def use_unsharded(self) -> None:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
