@@ -22,14 +22,15 @@ unit.
 Modules hold what they hold under torch's FSDP. A unit shows its unsharded parameters while one of its modules runs. One
 that the user keeps unsharded after forward, as the root by default, goes on to show them until its backward has ended,
 its parameters are stepped, or it is resharded: a loss computed after the forward may use its modules and weights. Every
-other unit shows the sharded ones from the end of its forward, also where the engine keeps the memory for backward. Flags
-that users change on the parameters that they see are those that count.
+other unit shows the sharded ones from the end of its forward, also where the engine keeps the memory for backward. What
+users do to the parameters that they see counts: flags, and between forwards new values and new parameters.
 
 [Note: Units of several modules]
-A unit of several modules is unsharded when the first of them runs, and resharded when all have run. Where some have not
-run as the outermost forward ends (a head of which only the weight was read), it is resharded then, and unsharded as a
-backward comes to the output of that forward, whose graph may have read its parameters. A module of the unit that is
-itself the outermost one (a head that is called for each chunk of a loss) leaves it unsharded until backward.
+A unit of several modules is unsharded when the first of them runs, and resharded when all have run, or as the outermost
+forward ends. Between norm and head, a model may read the head's weight without calling it. So a unit with a module that
+has no submodules is unsharded as soon as a backward comes to the output of that forward. (Of blocks, only what is
+inside of them reads the weights.) A module of the unit that is itself the outermost one (a head that is called for each
+chunk of a loss) leaves it unsharded until backward.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Runtime:
     _last_in_backward: weakref.ref[Unit] | None  # which computes
     _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _of_several_modules: list[weakref.ref[Unit]]
+    _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
     _reductions: ReductionQueue
     _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
 
@@ -89,7 +91,7 @@ class Runtime:
         shared = next((unit.settings.comm_streams for unit in units if unit.settings.comm_streams is not None), None)
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
         self.prefetcher, self._reductions, self.overlap = Prefetcher(units), ReductionQueue(), OptimizerOverlap()
-        self._of_several_modules = [unit.ref for unit in units if len(unit.modules) > 1]
+        self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self._backward = self._unshard_after = None
@@ -173,7 +175,7 @@ class Runtime:
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
             self.activations.begin_forward()
-            self._unshard_after = None  # a forward that raised may have left one
+            self._unshard_after, self._read = None, []  # a forward that raised may have left some
             if self._root_runs:
                 for left_over in self.units():
                     left_over.modules_run.clear()
@@ -223,11 +225,7 @@ class Runtime:
                     each.free_after_failure()
             return
         PROGRESS.leave("forward")
-        for incomplete in filter(None, (ref() for ref in self._of_several_modules)):
-            if incomplete.modules_run and incomplete is not unit:
-                if output is not None:  # whose graph may have read a parameter of a module that has not run
-                    hooks.register_pre_backward(_BackwardOf(incomplete), output, forward.first_node)
-                self._all_have_run(incomplete, has_backward=output is not None)
+        self._end_units_of_several_modules(unit, forward, output)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
@@ -316,9 +314,27 @@ class Runtime:
         self._all_have_run(unit, has_backward=has_backward)
 
     def _all_have_run(self, unit: Unit, *, has_backward: bool) -> None:
-        has_backward |= any(unit.modules_run.values())
-        unit.modules_run.clear()
+        if unit.modules_run:
+            has_backward |= any(unit.modules_run.values())
+            unit.modules_run.clear()
+            if unit.has_leaf_modules:
+                self._read.append(unit)
         self._reshard_after_forward(unit, has_backward=has_backward)
+
+    def _end_units_of_several_modules(self, outermost: Unit, forward: OpenForward, output: Any) -> None:
+        """Reshard units some of whose modules have not run, and unshard in backward what the graph may have read.
+
+        Args:
+            outermost: Unit whose forward ends, and which stays as it is.
+            forward: That forward.
+            output: Its output; None: there is no backward.
+        """
+        for unit in filter(None, (ref() for ref in self._of_several_modules)):
+            if unit.modules_run and unit is not outermost:
+                self._all_have_run(unit, has_backward=output is not None)
+        read, self._read = self._read, []
+        for unit in read if output is not None else ():
+            hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
 
     def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
         """Reshard, keep this rank's part for a subgroup, or stay unsharded, as ``reshard_after_forward`` says."""
@@ -329,11 +345,14 @@ class Runtime:
             unit.keep_for_backward()
         elif setting is False or (setting is None and unit.ref is self.root):
             shown = unit.policy.form.shows_kept(for_backward=has_backward and setting is False)
+            shown &= unit.inner_backward is not InnerBackward.ENDED
             if not shown and not has_backward:
                 unit.reshard()
             elif setting is None:
                 unit.keep()
-            if not shown:
+            if shown:
+                unit.show_unsharded()
+            else:
                 unit.register_sharded()
         elif setting is None and has_backward and self.prefetcher.is_kept_by_default(unit):
             unit.keep_for_backward()
