@@ -300,8 +300,8 @@ class Unit:
                     if parameter.unsharded.dtype is not parameter.local.dtype:
                         raise FullshardError(
                             f"{parameter.describe()} was modified after the forward, where it is unsharded in "
-                            f"{parameter.unsharded.dtype}; call reshard() on the module of unit {self.described} before "
-                            "you modify its parameters"
+                            f"{parameter.unsharded.dtype}; call reshard() on the module of unit {self.described} "
+                            "before you modify its parameters"
                         )
                 if any(written):
                     parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
