@@ -1,0 +1,172 @@
+"""The differences that are meant: one list. Each makes a program more right, and has a row in docs/differences.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from contract.comparison import Difference
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A difference from torch that is meant.
+
+    Attributes:
+        name: of the difference.
+        row: the topic (first column) of its row in ``docs/differences.md``.
+        reason: why a program is more right with it.
+        shown_by: a program that shows it.
+        matches: whether a difference is one of these.
+    """
+
+    name: str
+    row: str
+    reason: str
+    shown_by: str
+    matches: Callable[[Difference], bool]
+
+
+def _numbers(d: Difference) -> bool:
+    return "values" in d.what or d.what in ("loss", "gradient of output", "gradient", "norm", "product")
+
+
+ALLOWED: tuple[Allowed, ...] = (
+    Allowed(
+        "late hooks on forward",
+        "forward hooks registered after `fully_shard`",
+        "a hook belongs to the forward of its module: it can read the weights that computed",
+        "late hooks",
+        lambda d: d.front_end == "fully_shard" and d.point.startswith("late post"),
+    ),
+    Allowed(
+        "unreduced gradients",
+        "gradients of backwards without sync",
+        "what `.grad` has is a mean over the ranks: never this rank's part of it",
+        "accumulation",
+        lambda d: d.what == "grad" and (d.theirs, d.ours) == ("plain", "None"),
+    ),
+    Allowed(
+        "reduced gradients in backward",
+        "`.grad` of sharded parameters inside backward",
+        "it is set when the reduction is complete, which an accelerator does not know before backward has ended",
+        "stack raf=None",
+        lambda d: d.what == "grad" and (d.theirs, d.ours) == ("DTensor", "None") and _before_the_end(d),
+    ),
+    Allowed(
+        "parameters on a smaller mesh",
+        "parameters that are registered after forward with `reshard_after_forward=<int>`",
+        "an optimizer built after forward updates the sharded parameters",
+        "stack raf int",
+        lambda d: d.program == "stack raf int" and d.what in ("identity", "placements", "local shape", "values"),
+    ),
+    Allowed(
+        "flags changed inside of forward",
+        "`requires_grad` changed while a unit is unsharded",
+        "what a program has unfrozen is trained",
+        "frozen inside raf=False",
+        lambda d: (
+            "freeze" in d.operations and (d.what == "requires_grad" or (d.right == "fullshard" and d.what != "kind"))
+        ),
+    ),
+    Allowed(
+        "stale weights",
+        "optimizer step after a forward without backward",
+        "after a step no unit computes with weights from before it",
+        "forward dropped, then a step",
+        lambda d: d.right == "fullshard" and _numbers(d) and "raise_in" not in d.operations,
+    ),
+    Allowed(
+        "gradients of a failed step",
+        "exception in forward or backward",
+        "nothing of a step that has failed is in the next one",
+        "exception in backward",
+        lambda d: d.right == "fullshard" and _numbers(d) and "raise_in" in d.operations,
+    ),
+    Allowed(
+        "parameters after an exception",
+        "exception in forward or backward",
+        "the next step works without a call",
+        "exception in forward without a reset",
+        lambda d: "False" in d.operations and "raise_in" in d.operations and d.what != "grad",
+    ),
+    Allowed(
+        "backward inside of forward",
+        "backward and optimizer step inside of a module's forward",
+        "forward goes on with the unsharded parameters",
+        "backward inside",
+        lambda d: d.where.partition(":")[0].endswith("backward_inside") and d.what == "kind",
+    ),
+    Allowed(
+        "parameters in forward of a wrapper",
+        "the original parameters in forward",
+        "they are listed in forward, too, and autograd accumulates their gradients",
+        "wrapper True",
+        lambda d: (
+            _wrapper(d)
+            and ((d.what == "names" and _inside(d)) or (d.theirs, d.ours) == ("plain, no Parameter", "plain"))
+        ),
+    ),
+    Allowed(
+        "parameters of a wrapper outside of forward",
+        "`use_orig_params=False`: `model.layer.weight` outside of forward",
+        "what is there can be read",
+        "wrapper False",
+        lambda d: _wrapper(d) and d.theirs == "a view that cannot be read" and d.ours == "plain",
+    ),
+    Allowed(
+        "padding of flat parameters",
+        "`use_orig_params=False`: alignment",
+        "vectorized kernels",
+        "wrapper False",
+        lambda d: _wrapper(d) and "'use_orig_params': False" in d.operations and "state " in d.what,
+    ),
+    Allowed(
+        "parameters of which a rank holds nothing",
+        "gradients of parameters of which this rank holds nothing",
+        "every rank has a gradient and state of the same parameters",
+        "wrapper True",
+        lambda d: (
+            (_wrapper(d) and (d.theirs, d.ours) == ("None", "plain") and d.what == "grad")
+            or (
+                _wrapper(d)
+                and (
+                    d.what in ("number of states", "optimizer's keys") or ("state " in d.what and d.theirs == "nothing")
+                )
+            )
+        ),
+    ),
+    Allowed(
+        "frozen parameters of a wrapper",
+        "frozen beside trainable parameters",
+        "no gradients are computed, kept or sent for frozen parameters",
+        "wrapper, frozen",
+        lambda d: d.program == "wrapper, frozen",
+    ),
+    Allowed(
+        "hooks on sharded parameters of a wrapper",
+        "hooks on sharded parameters with `use_orig_params=True`",
+        "documented behavior of `Tensor`",
+        "wrapper True",
+        lambda d: _wrapper(d) and d.point.startswith("post-accumulate") and d.theirs == "never reached",
+    ),
+)
+
+
+def _inside(d: Difference) -> bool:
+    """Whether a point is inside of a forward or backward."""
+    return d.in_backward or d.point.startswith(("pre", "post", "called"))
+
+
+def _wrapper(d: Difference) -> bool:
+    return d.front_end == "wrapper"
+
+
+def _before_the_end(d: Difference) -> bool:
+    """Whether a backward has not ended, was not the last one, or has raised."""
+    return d.in_backward or "raise_in_backward" in d.where or "last_backward" in d.where
+
+
+def allowed(difference: Difference) -> Allowed | None:
+    """The entry that a difference falls under."""
+    return next((entry for entry in ALLOWED if entry.matches(difference)), None)

@@ -1,0 +1,183 @@
+"""A program under both libraries, and what differs between the two runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fullshard
+from contract import unsharded
+from contract.programs import Program
+from contract.recorder import Point, Properties, Value
+from models import tiny_units
+from ranks import Rank
+
+SHARED = ("shape", "dtype", "device", "requires_grad", "values")  # what plain tensors and parameters have in common
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What torch's FSDP and fullshard show differently.
+
+    Attributes:
+        program: name of the program.
+        front_end: "fully_shard" or "wrapper".
+        where: the point.
+        fqn: the parameter; "" for what is not of one.
+        what: the property.
+        theirs: torch's value.
+        ours: fullshard's value.
+        in_backward: whether the point is inside a backward.
+        operations: the units, and all operations up to this one, in words.
+        right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
+    """
+
+    program: str
+    front_end: str
+    where: str
+    fqn: str
+    what: str
+    theirs: Any
+    ours: Any
+    in_backward: bool = False
+    right: str = ""
+    operations: str = ""
+
+    def __str__(self) -> str:
+        of = f"{self.fqn}, {self.what}" if self.fqn else self.what
+        return f"{self.program}: {self.where}: {of}: torch {self.theirs}, fullshard {self.ours}"
+
+    @property
+    def point(self) -> str:
+        """The point without the operation it is in."""
+        return self.where.partition(": ")[2]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a program: differences, and why torch has refused to go on, if it has."""
+
+    differences: tuple[Difference, ...]
+    refused: str = ""
+    points: int = 0
+
+
+def compare(rank: Rank, program: Program) -> Comparison:
+    """Run a program under both libraries, and compare on this rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = program.run(importlib.import_module("torch.distributed.fsdp"), rank)
+        with tiny_units():  # each unit in messages of its own, as torch's
+            ours = program.run(fullshard, rank)
+        comparison = compare_points(program, theirs, ours)
+        # Both ranks decide alike, since the unsharded model runs collectives. Ranks may see different values.
+        different = torch.tensor([float(any("values" in d.what or d.what == "loss" for d in comparison.differences))])
+        dist.all_reduce(different)
+        if not different or program.wrapper:
+            return comparison
+        truth = losses(program.run(unsharded, rank))
+    right = [name for name, points in (("torch", theirs), ("fullshard", ours)) if agree(losses(points), truth)]
+    verdict = "both" if len(right) == 2 else right[0] if right else "none"
+    return replace(comparison, differences=tuple(replace(d, right=verdict) for d in comparison.differences))
+
+
+def losses(points: Sequence[Point]) -> list[tuple[str, Value]]:
+    """All losses, with where they were seen."""
+    return [(point.where, point.seen[""]["loss"]) for point in points if "loss" in point.seen.get("", ())]
+
+
+def agree(ours: list[tuple[str, Value]], truth: list[tuple[str, Value]]) -> bool:
+    """Whether losses are those of the unsharded model, as far as they go."""
+    return all(one == two for one, two in zip(ours, truth, strict=False))
+
+
+def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Point]) -> Comparison:
+    """What differs between two recordings, up to where torch refuses to go on."""
+    front_end = "wrapper" if program.wrapper else "fully_shard"
+    refused = ""
+    their_last = theirs[-1]
+    if their_last.where.endswith(": raised"):
+        facts = their_last.seen[""]
+        refused = f"{their_last.where.rpartition(':')[0]}: {facts['raised']}: {facts['message']}"
+        theirs = theirs[:-1]
+    found: list[Difference] = []
+
+    def add(at: Point, fqn: str, what: str, one: Any, other: Any) -> None:
+        values = _plain(one), _plain(other)
+        number = re.match(r"\d+", at.where)
+        past = f"{program.units} {program.operations[: int(number[0]) + 1 if number else 0]}"
+        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward, "", past))
+
+    by_label = _labelled(ours)
+    for label, point in _labelled(theirs).items():
+        other = by_label.get(label)
+        if other is None:
+            if not refused or not label[0].startswith(their_last.where.rpartition(":")[0]):
+                add(point, "", "the point", "reached", _raised(ours) or "never reached")
+            continue
+        for fqn, what, one, two in differences_at(point, other):
+            add(point, fqn, what, one, two)
+    if not refused:
+        known = _labelled(theirs)
+        both = known.keys() & by_label.keys()
+        for label, point in by_label.items():
+            if label not in known:
+                add(point, "", "the point", "never reached", _raised([point]) or "reached")
+        # Hooks of parameters run when a reduction is complete: that is not ordered among other points.
+        order = [[x for x in points if x in both and ": post-accumulate" not in x[0]] for points in (known, by_label)]
+        for one, two in zip(*order, strict=False):
+            if one != two:
+                add(known[one], "", "order of points", one[0], two[0])
+                break
+    return Comparison(tuple(found), refused, len(theirs))
+
+
+def differences_at(theirs: Point, ours: Point) -> Iterator[tuple[str, str, Any, Any]]:
+    """(FQN, property, torch's value, fullshard's) of all that differs at a point; of unlike kinds little else."""
+    for fqn in [*theirs.seen, *(f for f in ours.seen if f not in theirs.seen)]:
+        one, two = theirs.seen.get(fqn), ours.seen.get(fqn)
+        if one is None or two is None:
+            yield fqn, "seen", one is not None, two is not None
+        elif one.get("kind") != two.get("kind"):
+            yield fqn, "kind", one.get("kind"), two.get("kind")
+            if all(str(side.get("kind")).startswith("plain") for side in (one, two)):
+                yield from ((fqn, *found) for found in _unequal(*({k: s.get(k) for k in SHARED} for s in (one, two))))
+        elif one != two:
+            yield from ((fqn, *found) for found in _unequal(one, two))
+
+
+def _unequal(theirs: Properties, ours: Properties) -> Iterator[tuple[str, Any, Any]]:
+    for what in [*theirs, *(w for w in ours if w not in theirs)]:
+        if what.startswith("grad's") and theirs.get("grad") != ours.get("grad"):
+            continue
+        if what not in theirs or what not in ours:
+            yield what, theirs.get(what, "nothing"), ours.get(what, "nothing")
+        elif theirs[what] != ours[what]:
+            yield what, theirs[what], ours[what]
+
+
+def _labelled(points: Sequence[Point]) -> dict[tuple[str, int], Point]:
+    counts: Counter[str] = Counter()
+    labelled = {}
+    for point in points:
+        labelled[point.where, counts[point.where]] = point
+        counts[point.where] += 1
+    return labelled
+
+
+def _raised(points: Sequence[Point]) -> str:
+    facts = points[-1].seen.get("", {})
+    return f"raised {facts['raised']}: {facts['message']}" if "raised" in facts else ""
+
+
+def _plain(value: Any) -> Any:
+    """What can be sent from a rank: no tensors."""
+    return repr(value) if isinstance(value, Value | torch.dtype) else value
