@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from compare import assert_close
-from front_ends import assert_trains_alike, gathered
+from front_ends import assert_at_rest, assert_trains_alike
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
 from ranks import Rank, on_ranks
@@ -61,7 +61,7 @@ def loss_at(step: int) -> Any:
 def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> None:
     """accelerate shards the last norm and the head together; the head's weight is read, and the head never called.
 
-    After forwards without gradients, and after training inside of ``unsharded``, the unit is resharded.
+    After forwards without gradients, and after training inside of ``unsharded``, only what users keep is unsharded.
     """
     model = Language()
     reference = copy.deepcopy(model)
@@ -78,40 +78,13 @@ def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> Non
     for _ in range(2):
         with torch.no_grad():
             model(tokens(rank.rank))
-        assert gathered(model) == []
-
-
-@on_ranks(2)
-def test_weight_read_while_it_is_sharded(rank: Rank) -> None:
-    """A warning names the parameter, once, also where the reading begins later.
-
-    Also where what is read is multiplied with activations that require no gradient.
-    """
-    probe = Language()
-    for part in (probe.embedding, probe.block, probe.norm):
-        part.requires_grad_(False)
-    fully_shard(probe.head)
-    fully_shard(probe)
-    with pytest.warns(UserWarning, match="used the sharded parameter .DTensor. of head.weight"):
-        probe(tokens(rank.rank)).backward()
-    model = Language()
-    fully_shard(model.head)
-    fully_shard(model)
-    model.fused = False
-    model(tokens(rank.rank)).backward()
-    model.fused = True
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for step in range(4):
-            model(tokens(rank.rank, step)).backward()
-    said = [str(w.message) for w in seen if "used the sharded parameter (DTensor)" in str(w.message)]
-    assert len(said) == 1 and "of head.weight (shape (11, 6)" in said[0]
+        assert_at_rest(model, "", *(["norm"] if reshard is False else []))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["outside", "inside"])
-def test_regularizer_is_no_reading(rank: Rank, where: str) -> None:
-    """The gradient of a penalty on DTensors is right, and nobody is warned, wherever it is added to the loss."""
+def test_regularizer_on_sharded_parameters(rank: Rank, where: str) -> None:
+    """The gradient of a penalty on DTensors is right, wherever it is added to the loss."""
 
     class Penalized(Language):
         def forward(self, words: torch.Tensor) -> torch.Tensor:

@@ -240,13 +240,17 @@ def test_parameters_kept_after_backward(rank: Rank) -> None:
         with record() as seen:
             accumulate(COMPOSABLE, model, reference, rank, "NS", first=10 * step)
         assert len([c for c in seen if c.kind == "all_gather"]) == 4  # once for both microbatches
-        assert gathered(model) == every
+        assert_at_rest(model, *every)
+        for module in (model, *model.blocks):
+            module.reshard()  # gradients are those of the sharded parameters
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
             assert_close(model(batch(0, 0, 2, 6)), reference(batch(0, 0, 2, 6)), "evaluation", **CLOSE)
+        for module in (model, *model.blocks):
+            module.reshard()
     model.set_reshard_after_backward(True)
     square_loss()(model, rank.rank).backward()
     assert_at_rest(model)

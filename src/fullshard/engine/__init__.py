@@ -4,7 +4,6 @@ What calls what, from above to below; nothing calls up:
 
 - ``runtime.py``     the driver: what happens in a step, and when; one runtime per root module
 - ``prefetch.py``    chooses what to unshard before its turn
-- ``parameter_reads.py``  weights that a forward reads without calling their module
 - ``unit.py``        one ``fully_shard`` call, or one wrapper; its states are in ``states.py``
 - ``buckets/``       a unit's parameters of one mesh and dtype: buffers, and all-gathers that fill them
 - ``reduction/``     from unsharded gradients to sharded ``.grad``

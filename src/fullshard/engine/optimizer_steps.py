@@ -69,6 +69,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     _count(units)
     for unit in units:
         unit.mark_out_of_date()
+        if unit.registration.unsharded and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:
+            unit.reshard()
         if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
             unit.reshard()
             runtime_of(unit).unshard(unit)

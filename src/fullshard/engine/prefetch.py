@@ -172,10 +172,6 @@ class Prefetcher:
         """True if ``unit`` stays unsharded from forward to backward unless the user sets otherwise."""
         return unit.ref is self._root or unit.ref in (self.kept or ())
 
-    def units_kept_by_default(self) -> list[Unit]:
-        """Return the units, besides the root, for which ``is_kept_by_default`` is true."""
-        return [unit for ref in self.kept or () if (unit := ref()) is not None]
-
     # ---------------------------------------------------------------- backward
 
     def backward_began(self, unit: Unit) -> None:

@@ -17,6 +17,20 @@ open are reduced at the pass's end, whatever gradients this rank has in them. (I
 whether a unit that is run takes part with any of its parameters, as it has to be which units take part.) After the step
 they are unsharded anew, for the rest of their forward. Where no nested unit takes part, post-accumulate hooks tell the
 unit.
+
+[Note: Registered parameters]
+Modules hold what they hold under torch's FSDP. A unit shows its unsharded parameters while one of its modules runs. One
+that the user keeps unsharded after forward, as the root by default, goes on to show them until its backward has ended,
+its parameters are stepped, or it is resharded: a loss computed after the forward may use its modules and weights. Every
+other unit shows the sharded ones from the end of its forward, also where the engine keeps the memory for backward. What
+users do to the parameters that they see counts: flags, and between forwards new values and new parameters.
+
+[Note: Units of several modules]
+A unit of several modules is unsharded when the first of them runs, and resharded when all have run, or as the outermost
+forward ends. Between norm and head, a model may read the head's weight without calling it. So a unit with a module that
+has no submodules is unsharded as soon as a backward comes to the output of that forward. (Of blocks, only what is
+inside of them reads the weights.) A module of the unit that is itself the outermost one (a head that is called for each
+chunk of a loss) leaves it unsharded until backward.
 """
 
 from __future__ import annotations
@@ -36,7 +50,6 @@ from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.optimizer_overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
-from fullshard.engine.parameter_reads import ForwardGraph, ParameterReads
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
 from fullshard.engine.reduction.queue import ReductionQueue
@@ -66,10 +79,10 @@ class Runtime:
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
     _backward: hooks.BackwardPass | None  # that has begun and not ended
-    _graphs: list[ForwardGraph]  # that the backward pass has come to
     _last_in_backward: weakref.ref[Unit] | None  # which computes
     _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
-    _reads: ParameterReads
+    _of_several_modules: list[weakref.ref[Unit]]
+    _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
     _reductions: ReductionQueue
     _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
 
@@ -77,11 +90,11 @@ class Runtime:
         self.root, self._units = units[0].ref, [unit.ref for unit in units]
         shared = next((unit.settings.comm_streams for unit in units if unit.settings.comm_streams is not None), None)
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
-        self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
-        self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
+        self.prefetcher, self._reductions, self.overlap = Prefetcher(units), ReductionQueue(), OptimizerOverlap()
+        self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
-        self._backward, self._graphs, self._unshard_after = None, [], None
+        self._backward = self._unshard_after = None
         self._last_in_backward = self._reducing = None
 
     # ---------------------------------------------------------------- forward
@@ -109,7 +122,7 @@ class Runtime:
                 if self.root() is unit and unit.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda tensor: input_on(unit.mesh.device, tensor), (args, kwargs))
                 if torch.is_grad_enabled():
-                    args, kwargs = unit.register_post_backward(_BackwardOf(unit, self._reads.graph), args, kwargs)
+                    args, kwargs = unit.register_post_backward(_BackwardOf(unit), args, kwargs)
             args, kwargs = unit.cast_inputs(args, kwargs)
             if unit.settings.activation_offload is not None:  # last: an exception before would leave its hooks in force
                 self.activations.begin(unit, unit.open_forwards[-1], self.comm_streams.host_copies)
@@ -125,15 +138,14 @@ class Runtime:
             self.activations.end(forward)
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
-                events = _BackwardOf(unit, self._reads.graph)
-                has_backward = hooks.register_pre_backward(events, output, forward.first_node)
+                has_backward = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
             if len(unit.open_forwards) == 1:
                 self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
             self.abort_forward(unit)
             raise
         unit.open_forwards.pop()
-        self._leave_forward(output if has_backward else None)
+        self._leave_forward(unit, forward, output if has_backward else None)
         return output
 
     def abort_forward(self, unit: Unit) -> None:
@@ -151,7 +163,7 @@ class Runtime:
         except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
             unit.free_after_failure()
         finally:
-            self._leave_forward(failed=True)
+            self._leave_forward(unit, forward, failed=True)
 
     def _enter_forward(self, unit: Unit) -> None:
         """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
@@ -163,10 +175,10 @@ class Runtime:
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
             self.activations.begin_forward()
-            self._reads.begin_forward()
-            self._unshard_after = None  # a forward that raised may have left one
+            self._unshard_after, self._read = None, []  # a forward that raised may have left some
             if self._root_runs:
-                for left_over in self.prefetcher.units_kept_by_default():
+                for left_over in self.units():
+                    left_over.modules_run.clear()
                     self._reshard_if_left_over(left_over)
                 self._unshard_after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
 
@@ -192,24 +204,28 @@ class Runtime:
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
-    def _leave_forward(self, output: Any = None, *, failed: bool = False) -> None:
-        """End the outermost forward, if this is it. ``output``: what it returns, if that has a backward."""
+    def _leave_forward(self, unit: Unit, forward: OpenForward, output: Any = None, *, failed: bool = False) -> None:
+        """End the outermost forward, if this is it.
+
+        Args:
+            unit: Unit whose forward ends.
+            forward: That forward.
+            output: Its output, if that has a backward.
+            failed: It raised.
+        """
         self._open_forwards -= 1
         if self._open_forwards or hooks.in_backward():
             return
         if failed:
             self.steps.forward_failed()
             self._forget_forwards()
-            for unit in self.units():
-                unit.modules_run.clear()
-                if unit.is_unsharded:
-                    unit.free_after_failure()
+            for each in self.units():
+                each.modules_run.clear()
+                if each.is_unsharded:
+                    each.free_after_failure()
             return
         PROGRESS.leave("forward")
-        if output is not None:
-            self._reads.check(output)
-        for registered in self._reads.end_forward():
-            self._end_reads(registered, has_backward=output is not None)
+        self._end_units_of_several_modules(unit, forward, output)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
@@ -263,7 +279,7 @@ class Runtime:
 
     def begin_user_unshard(self, unit: Unit) -> None:
         """Issue the all-gather for ``user_unshard``."""
-        if unit.is_kept and unit.is_idle and not unit.user_unshards:
+        if unit.is_unsharded and unit.is_idle and not unit.user_unshards:
             unit.reshard()  # the shards may have been written to since
         self.begin_unshard([unit])
 
@@ -273,86 +289,86 @@ class Runtime:
         unit.user_unshards += 1
 
     def end_user_unshard(self, unit: Unit) -> None:
-        """End one ``user_unshard``; the last one reshards."""
+        """End one ``user_unshard``; the last one reshards. Memory stays for the backward of forwards in between."""
         unit.user_unshards -= 1
-        if not unit.user_unshards and unit.is_idle:
+        if unit.user_unshards or not unit.is_idle:
+            return
+        if self.prefetcher.ended:
+            unit.keep_for_backward()
+        else:
             unit.reshard()
 
     # ---------------------------------------------------------------- reshard after forward
 
     def _reshard_if_left_over(self, unit: Unit) -> None:
         """Reshard what an earlier forward has kept without being asked to: shards may have been written since."""
-        by_default = unit.settings.reshard_after_forward is not False
-        if unit.is_kept and by_default and unit.is_idle and not unit.user_unshards:
+        if unit.is_kept and unit.is_idle and not unit.user_unshards:
             unit.reshard()
 
     def _reshard_when_all_have_run(self, unit: Unit, module: nn.Module, *, has_backward: bool) -> None:
         """Reshard once the last of the unit's modules has run, see [Note: Units of several modules]."""
         if len(unit.modules) > 1:
             unit.modules_run[id(module)] = has_backward or unit.modules_run.get(id(module), False)
-            if len(unit.modules_run) < len(unit.modules) and self._leave_registered(unit):
-                if unit.has_only_blocks:
-                    unit.register_sharded()
+            if len(unit.modules_run) < len(unit.modules):
                 return
-            if unit.has_only_blocks:
-                self._reads.all_have_run(unit)
-            has_backward = any(unit.modules_run.values())
+        self._all_have_run(unit, has_backward=has_backward)
+
+    def _all_have_run(self, unit: Unit, *, has_backward: bool) -> None:
+        if unit.modules_run:
+            has_backward |= any(unit.modules_run.values())
             unit.modules_run.clear()
+            if unit.has_leaf_modules:
+                self._read.append(unit)
         self._reshard_after_forward(unit, has_backward=has_backward)
+
+    def _end_units_of_several_modules(self, outermost: Unit, forward: OpenForward, output: Any) -> None:
+        """Reshard units some of whose modules have not run, and unshard in backward what the graph may have read.
+
+        Args:
+            outermost: Unit whose forward ends, and which stays as it is.
+            forward: That forward.
+            output: Its output; None: there is no backward.
+        """
+        for unit in filter(None, (ref() for ref in self._of_several_modules)):
+            if unit.modules_run and unit is not outermost:
+                self._all_have_run(unit, has_backward=output is not None)
+        read, self._read = self._read, []
+        for unit in read if output is not None else ():
+            hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
 
     def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
         """Reshard, keep this rank's part for a subgroup, or stay unsharded, as ``reshard_after_forward`` says."""
         if unit.user_unshards:
             return
         setting = unit.settings.reshard_after_forward
-        if setting is None:
-            setting = not self.prefetcher.is_kept_by_default(unit)
-        in_backward = hooks.in_backward()
-        if setting is not False and not in_backward:
-            unit.reshard(subgroup=setting if has_backward and setting is not True else 0)
-        elif not self._leave_registered(unit):
-            self._keep_or_reshard(unit, keep=has_backward or in_backward)
-
-    def _leave_registered(self, unit: Unit) -> bool:
-        """Leave the unsharded parameters registered until the outermost forward ends. False if none is open."""
-        if self._open_forwards <= 1 or hooks.in_backward():
-            return False
-        self._reads.until_end(unit)
-        return True
-
-    def _end_reads(self, unit: Unit, *, has_backward: bool) -> None:
-        """Register the sharded parameters again, see [Note: Unsharded until the forward ends]."""
-        unit.modules_run.clear()
-        if not unit.is_idle or unit.user_unshards:
-            return
-        if unit.is_unsharded:
-            # Whether or not its own outputs have a backward: others may have read its parameters.
-            self._keep_or_reshard(unit, keep=has_backward)
-
-    def _keep_or_reshard(self, unit: Unit, *, keep: bool) -> None:
-        """Keep the unsharded parameters in memory, if a backward may come or they are kept for an earlier one."""
-        if keep or unit.is_kept:
+        if hooks.in_backward():  # recomputed for the backward of a module around it, and so needed next
+            unit.keep_for_backward()
+        elif setting is False or (setting is None and unit.ref is self.root):
+            shown = unit.policy.form.shows_kept(for_backward=has_backward and setting is False)
+            shown &= unit.inner_backward is not InnerBackward.ENDED
+            if not shown and not has_backward:
+                unit.reshard()
+            elif setting is None:
+                unit.keep()
+            if shown:
+                unit.show_unsharded()
+            else:
+                unit.register_sharded()
+        elif setting is None and has_backward and self.prefetcher.is_kept_by_default(unit):
             unit.keep_for_backward()
         else:
-            unit.reshard()
+            unit.reshard(subgroup=int(setting) if setting and setting is not True and has_backward else 0)
 
     # ---------------------------------------------------------------- backward
 
-    def pre_backward(self, unit: Unit, graph: ForwardGraph | None = None) -> None:
-        """Before autograd computes the backward of ``unit``: unshard it, and prefetch the unit before it.
-
-        Args:
-            unit: One of whose outputs has got its gradient.
-            graph: That the output belongs to.
-        """
+    def pre_backward(self, unit: Unit) -> None:
+        """Before autograd computes the backward of ``unit``: unshard it, and prefetch the unit before it."""
         unit.check_not_summoned("run backward")
         self._begin_pass()
         inner = self._last_in_backward() if self._last_in_backward is not None else None
         if inner is None or inner is unit or not (inner.phase.is_backward and _is_within(inner, unit)):
             self._last_in_backward = unit.ref  # else it returns what the inner one has returned, which computes first
             PROGRESS.enter("backward", unit.name)
-        if graph is not None and graph.read:
-            self._unshard_read(graph)
         if unit.phase.is_backward:
             return
         unit.enter_phase(Phase.BACKWARD)
@@ -389,7 +405,7 @@ class Runtime:
             self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
             if unit.inner_backward is InnerBackward.RUNS:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
-        creates_graph, self._backward, self._graphs = self.creates_graph, None, []
+        creates_graph, self._backward = self.creates_graph, None
         self.prefetcher.passed_by.clear()
         self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
@@ -403,9 +419,13 @@ class Runtime:
             self._release_host_memory()
         self.prefetcher.clear()
         self.prefetcher.ended.clear()
-        for unit in self.units() if not creates_graph else ():
+        for unit in self.units():
+            unit.modules_run.clear()
             if unit.is_unsharded and unit.is_idle and unit.settings.reshard_after_backward and not unit.user_unshards:
-                unit.reshard()
+                if creates_graph:
+                    unit.keep_for_backward()
+                else:
+                    unit.reshard()
 
     def reshard_and_reduce(self, unit: Unit) -> None:
         """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
@@ -420,9 +440,9 @@ class Runtime:
         if unit.settings.backward_order == "after":
             self._prefetch(self.prefetcher.last_ended())
 
-    def pre_double_backward(self, unit: Unit, graph: ForwardGraph | None = None) -> None:
+    def pre_double_backward(self, unit: Unit) -> None:
         """Before autograd computes with the graph of gradients of the unit's inputs, see [Note: Double backward]."""
-        self.pre_backward(unit, graph)
+        self.pre_backward(unit)
         if unit.phase is Phase.BACKWARD:
             unit.enter_phase(Phase.DOUBLE_BACKWARD)
 
@@ -445,19 +465,6 @@ class Runtime:
         self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
         PROGRESS.steps = self.steps
         self._backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
-
-    def _unshard_read(self, graph: ForwardGraph) -> None:
-        """Unshard what autograd nodes without hooks may read, see [Note: Unsharded until the forward ends]."""
-        if any(graph is each for each in self._graphs):
-            return
-        self._graphs.append(graph)
-        read = (unit for unit in self.units() if unit in graph.read and unit.settings.unshard_in_backward)
-        freed = [unit for unit in read if unit.is_idle and not unit.is_unsharded]
-        if freed:
-            self.begin_unshard(freed)
-        for unit in freed:
-            for bucket in unit.buckets:
-                bucket.wait_for_unshard()
 
     def _begin_call(self, unit: Unit) -> None:
         """Begin the backward of one call of ``unit``: note what it comes to, and prefetch what runs backward after."""
@@ -522,11 +529,12 @@ class Runtime:
         """Reshard as ``set_reshard_after_backward`` says, unless the pass makes a graph that reads the parameters."""
         if unit.user_unshards:
             return
-        unit.register_sharded()
         if self.creates_graph:  # whose backward is to come
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()
+        elif not unit.policy.form.shows_kept(for_backward=False):
+            unit.register_sharded()
 
     # ---------------------------------------------------------------- reductions
 
@@ -623,7 +631,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
-        self._backward, self._graphs = None, []
+        self._backward = None
         if not self._open_forwards:
             self._forget_forwards()
             self.prefetcher.order.begin()
@@ -648,7 +656,6 @@ class Runtime:
         self.prefetcher.passed_by.clear()
         self.prefetcher.clear()
         self.activations.drop()
-        self._reads.end_forward()
 
     def _release_host_memory(self) -> None:
         """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.
@@ -713,19 +720,18 @@ class _BackwardOf:
 
     Args:
         unit: Unit whose module runs. Its runtime may be another one by the time of the backward.
-        graph: Graph of the outermost forward.
     """
 
-    __slots__ = ("graph", "unit")
+    __slots__ = ("unit",)
 
-    def __init__(self, unit: Unit, graph: ForwardGraph | None) -> None:
-        self.unit, self.graph = unit, graph
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
     def pre_backward(self) -> None:
-        runtime_of(self.unit).pre_backward(self.unit, self.graph)
+        runtime_of(self.unit).pre_backward(self.unit)
 
     def pre_double_backward(self) -> None:
-        runtime_of(self.unit).pre_double_backward(self.unit, self.graph)
+        runtime_of(self.unit).pre_double_backward(self.unit)
 
     def post_backward(self) -> None:
         if self.unit.phase is Phase.BACKWARD:  # in a double backward only the end of the pass tells

@@ -31,7 +31,7 @@ class ParameterState(enum.Enum):
 
     SHARDED = "sharded"
     UNSHARDED = "unsharded"  # or their all-gather is in flight
-    KEPT = "kept for backward"  # unsharded since a forward, for the backward that may come
+    KEPT = "kept for backward"  # unsharded since a forward; the next one all-gathers anew
     OUT_OF_DATE = "out of date"  # unsharded, and an optimizer has stepped the shards since
     SUMMONED = "summoned"  # sharded, and the modules hold copies of the unsharded ones
 

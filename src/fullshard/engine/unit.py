@@ -5,6 +5,7 @@ A unit does what it is told and knows nobody above it; ``fullshard.engine.runtim
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -57,6 +58,7 @@ class Unit:
     awaits_backward: bool  # from the end of a forward to the beginning of its backward
     modules_run: dict[int, bool]  # by id, of several modules: ran in this forward; True if a backward may come
     user_unshards: int  # blocks of `unsharded` that the unit is in
+    shown: list[Any] | None  # contents of the unsharded parameters when a forward left them to users
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class Unit:
             GradientState.NONE,
         )
         self.open_forwards, self.calls, self.modules_run = [], [], {}
-        self.awaits_backward, self.user_unshards = False, 0
+        self.awaits_backward, self.user_unshards, self.shown = False, 0, None
         self.parameters, self.buckets = list(parameters), []
         sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]
         for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
@@ -82,9 +84,9 @@ class Unit:
         self.build_buckets()
 
     @property
-    def has_only_blocks(self) -> bool:
-        """True if all its modules have submodules."""
-        return all(module is None or any(module.children()) for module in (ref() for ref in self.modules))
+    def has_leaf_modules(self) -> bool:
+        """True if one of its modules has no submodules."""
+        return not all(module is None or any(module.children()) for module in (ref() for ref in self.modules))
 
     @property
     def described(self) -> str:
@@ -252,6 +254,7 @@ class Unit:
         current = self.registration.unsharded or self.registration.is_registered()
         if self.parameter_state.is_unsharded:
             if current and self.is_current:
+                self._write_back_unsharded()
                 return []
             # A forward without a backward left these behind, and its parameters were written to since.
             self.reshard()
@@ -273,13 +276,47 @@ class Unit:
     def register_sharded(self) -> None:
         """Have the modules hold the sharded parameters; the unsharded ones stay in memory."""
         if self.registration.unsharded:
+            self._write_back_unsharded()
             self.registration.use_sharded()
 
-    def keep_for_backward(self) -> None:
-        """Keep the unsharded parameters in memory for a backward; the modules hold the sharded ones."""
-        self.register_sharded()
+    def show_unsharded(self) -> None:
+        """Leave the unsharded parameters to users after a forward: what they write to them counts."""
+        self.shown = [_contents(parameter.unsharded) for parameter in self.parameters]
+
+    def _write_back_unsharded(self) -> None:
+        """Write what users have written to unsharded parameters since ``show_unsharded`` into the shards.
+
+        Raises:
+            FullshardError: If the shards have another dtype, in which other elements would be rounded.
+        """
+        shown, self.shown = self.shown, None
+        if shown is None or shown == [_contents(parameter.unsharded) for parameter in self.parameters]:
+            return
+        before = {id(parameter): contents for parameter, contents in zip(self.parameters, shown, strict=True)}
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                written = [_contents(p.unsharded) != before[id(p)] for p in bucket.parameters]
+                for parameter in itertools.compress(bucket.parameters, written):
+                    if parameter.unsharded.dtype is not parameter.local.dtype:
+                        raise FullshardError(
+                            f"{parameter.describe()} was modified after the forward, where it is unsharded in "
+                            f"{parameter.unsharded.dtype}; call reshard() on the module of unit {self.described} "
+                            "before you modify its parameters"
+                        )
+                if any(written):
+                    parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
+                    for parameter, part in itertools.compress(zip(bucket.parameters, parts, strict=True), written):
+                        parameter.local.copy_(part)
+
+    def keep(self) -> None:
+        """Keep the unsharded parameters until backward, or until the next forward all-gathers anew."""
         if self.parameter_state is ParameterState.UNSHARDED:
             self._move_parameters(ParameterState.KEPT)
+
+    def keep_for_backward(self) -> None:
+        """Keep the unsharded parameters in memory; the modules hold the sharded ones."""
+        self.register_sharded()
+        self.keep()
 
     def reshard(self, subgroup: int = 0) -> None:
         """Register the sharded parameters and free the unsharded ones.
@@ -415,3 +452,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.modules_run.clear()
         self.free_after_failure()
+
+
+def _contents(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if users write to a parameter, or assign to its ``data``."""
+    return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0

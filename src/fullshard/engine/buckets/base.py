@@ -280,7 +280,7 @@ class Bucket:
 
     def begin_reduction(self, terms: ReductionTerms) -> list[GradReduction]:
         """Take the unsharded gradients of the trainable parameters, and return the reductions to be issued."""
-        expected = {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        expected = {i for i, p in enumerate(self.parameters) if p.is_trained}
         if self._has_unreduced_grads:
             expected |= self._has_unreduced_grads
             self._has_unreduced_grads.clear()
@@ -306,7 +306,7 @@ class Bucket:
 
     def note_trainable(self) -> None:
         """Have the next reduction include the parameters that are trainable now."""
-        self._has_unreduced_grads.update(i for i, p in enumerate(self.parameters) if p.requires_grad)
+        self._has_unreduced_grads.update(i for i, p in enumerate(self.parameters) if p.is_trained)
 
     def drop_unreduced_grads(self) -> None:
         """Forget gradients that were not reduced, or not over all axes."""

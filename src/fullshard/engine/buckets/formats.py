@@ -51,6 +51,14 @@ class ShardingFormat:
         """Make the sharded parameter for one that no unit manages yet."""
         return self._parameter_class.of(parameter, owner, fqn, placement)
 
+    def shows_kept(self, *, for_backward: bool) -> bool:
+        """True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
+
+        Args:
+            for_backward: They stay from forward to backward, because the user has chosen so.
+        """
+        return True
+
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""
         return self
@@ -114,6 +122,10 @@ class FlatShardingFormat(ShardingFormat):
                 "its own all-gather hooks, which flat parameters do not support; use fully_shard"
             )
         return super().parameter(parameter, owner, fqn, placement)
+
+    def shows_kept(self, *, for_backward: bool) -> bool:
+        """As FSDP1: only original parameters, and only where the strategy keeps them for backward."""
+        return for_backward and self._module is None
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""

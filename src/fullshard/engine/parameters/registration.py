@@ -26,11 +26,21 @@ class Registration:
         self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
 
     def use_sharded(self) -> None:
-        """Have the modules hold the sharded parameters."""
-        self.unsharded = self.copies = False
+        """Have the modules hold the sharded parameters again, as far as users have not replaced the unsharded ones."""
+        shown, self.unsharded, self.copies = self.unsharded and not self.copies, False, False
         for held, name, parameter in self._plain:
+            if shown:
+                unsharded = parameter.unsharded
+                if held.get(name) is not unsharded:
+                    continue  # see [Note: Write-back]
+                if unsharded.requires_grad is not parameter.followed:
+                    parameter.take_requires_grad()
             held[name] = parameter.sharded
         for owner, parameter in self._others:
+            if shown and owner.held() is not parameter.unsharded:
+                continue
+            if shown and parameter.unsharded.requires_grad is not parameter.followed:
+                parameter.take_requires_grad()
             owner.set(parameter.sharded)
 
     def use_unsharded(self) -> None:

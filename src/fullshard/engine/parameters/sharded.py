@@ -99,6 +99,7 @@ class ShardedParameter:
     sharded: nn.Parameter
     local: torch.Tensor
     unsharded: nn.Parameter
+    followed: bool  # its flag requires_grad, as the sharded one had it when they were last compared
     reduce_dtype: torch.dtype  # of its gradients
     spec: DTensorSpec  # of the sharded parameter
     placement: ParameterPlacement
@@ -161,7 +162,8 @@ class ShardedParameter:
     def set_unsharded(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
         """Make the unsharded parameter on the memory of ``tensor`` (its local tensor, if it is a DTensor)."""
         value = self.placement.unsharded(tensor)
-        unsharded = self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        self.followed = self.sharded.requires_grad
+        unsharded = self.unsharded = nn.Parameter(value, requires_grad=self.followed)
         self.reduce_dtype = reduce_dtype if unsharded.dtype.is_floating_point else unsharded.dtype
         if len(self.owners) > 1:
             self.accumulate_in_reduce_dtype()
@@ -170,8 +172,14 @@ class ShardedParameter:
 
     def follow_requires_grad(self) -> None:
         """Have the unsharded parameter require a gradient as the sharded one does."""
-        self.unsharded.requires_grad_(self.requires_grad)
+        self.followed = self.requires_grad
+        self.unsharded.requires_grad_(self.followed)
         self._collect_gradients()
+
+    def take_requires_grad(self) -> None:
+        """Have the sharded parameter require a gradient as the unsharded one, whose flag a user has changed."""
+        self.followed = self.unsharded.requires_grad
+        self.sharded.requires_grad_(self.followed)
 
     def _collect_gradients(self) -> None:
         hooks.after_accumulation(self.unsharded, _Collector(self))
@@ -180,6 +188,11 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         """True if the parameter requires a gradient."""
         return self.sharded.requires_grad
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the parameter requires a gradient, or did in its unit's last forward: flags may change in between."""
+        return self.requires_grad or (self.has_unsharded and self.unsharded.requires_grad)
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
