@@ -126,7 +126,7 @@ class Runtime:
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
                 events = _BackwardOf(unit, self._reads.graph)
-                has_backward = hooks.register_pre_backward(events, output, forward.first_node)
+                output, has_backward = hooks.register_pre_backward(events, output, forward.first_node)
             if len(unit.open_forwards) == 1:
                 self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
