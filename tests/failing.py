@@ -1,11 +1,15 @@
-"""Hooks that raise, to make a forward or a backward fail."""
+"""Hooks that raise, to make a forward or a backward fail, and memory that runs out."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.comm import base
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -26,3 +30,48 @@ def fail(*_: Any) -> NoReturn:
 def fail_in_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
     """Forward hook after which the backward of ``output`` raises."""
     return _RaiseInBackward.apply(output)
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Within it, memory runs out at one place: where a tensor is allocated, a storage refilled, or a launch begins.
+
+    Args:
+        place: Counted from 0; -1: nowhere, to count the places.
+    """
+
+    def __init__(self, place: int = -1) -> None:
+        super().__init__()
+        self.place, self.places = place, 0
+        self._patch = pytest.MonkeyPatch()
+
+    def _pass(self) -> None:
+        self.places += 1
+        if self.places - 1 == self.place:
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        allocates = func.namespace == "aten" and all(each.alias_info is None for each in func._schema.returns)
+        if allocates and func._schema.returns:
+            self._pass()
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Self:
+        resize, issue = torch.UntypedStorage.resize_, base.issue_all
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            if nbytes:
+                self._pass()
+            return resize(storage, nbytes)
+
+        def issue_all(calls: Any) -> Any:
+            self._pass()
+            return issue(calls)
+
+        self._patch.setattr(torch.UntypedStorage, "resize_", resize_)
+        self._patch.setattr(base, "issue_all", issue_all)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patch.undo()

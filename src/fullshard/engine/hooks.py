@@ -129,14 +129,46 @@ class _Boundary(Function):
         ctx.events.post_backward()
         return (None, *gradients)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tangents
-
 
 # Function.apply searches every argument for functorch wrappers, which costs more than the rest; register_post_backward
 # has checked that there are none.
 _pass_boundary: Callable[..., Any] = super(Function, _Boundary).apply
+
+
+class _Transformed(Function):
+    """Identity on one tensor, with a backward that is seen on every level of transforms, see [Note: Transforms].
+
+    Args:
+        before: Called before its backward.
+        before_double: Called before the backward of the gradient that its backward returns.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        before: Callable[[], None] | None, before_double: Callable[[], None] | None, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.before, ctx.before_double, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        if ctx.before is not None:
+            with outside_transforms():
+                ctx.before()
+        if ctx.before_double is not None and torch.is_grad_enabled():
+            gradient = _Transformed.apply(ctx.before_double, None, gradient)  # type: ignore[no-untyped-call]
+        return None, None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        if tangent is None:
+            return None
+        return _Transformed.apply(ctx.before, ctx.before_double, tangent)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Differentiable(Function):
@@ -235,9 +267,7 @@ def may_differentiate_linear(inputs: Any, weight: torch.Tensor, bias: Any) -> bo
         return False
     if bias is not None and bias.dtype is not weight.dtype:
         return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return not torch.is_autocast_enabled(inputs.device.type)
+    return not transforms_run() and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def register_post_backward(
@@ -248,7 +278,8 @@ def register_post_backward(
     Returns:
         ``args`` and ``kwargs`` with those tensors replaced, and the call, None if there was no such tensor.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transforms_run():
+        args, kwargs = _transformed((args, kwargs), None, events.pre_double_backward)
         return args, kwargs, None
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most blocks: no containers to search
         if not args[0].requires_grad:
@@ -270,7 +301,7 @@ def nodes_made() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def register_pre_backward(events: BackwardEvents, output: Any, since: int) -> bool:
+def register_pre_backward(events: BackwardEvents, output: Any, since: int) -> tuple[Any, bool]:
     """Have ``events.pre_backward`` called before the backward of ``output``.
 
     Args:
@@ -280,17 +311,20 @@ def register_pre_backward(events: BackwardEvents, output: Any, since: int) -> bo
             other units as well, such as a cache of keys and values; only tensors in them with later nodes are hooked.
 
     Returns:
-        True if there will be a backward.
+        What is to be returned instead, and True if there may be a backward.
     """
+    if transforms_run():
+        # Copies: users may write to outputs, which torch refuses for those of autograd functions.
+        return map_tensors(torch.clone, _transformed(output, events.pre_backward, None)), True
 
     def pre_backward(_: tuple[torch.Tensor, ...]) -> None:
         events.pre_backward()
 
     if type(output) is torch.Tensor:
-        return _before_backward_of([output], pre_backward)
+        return output, _before_backward_of([output], pre_backward)
     known = list(iterate_tensors(output))
     others = (t for t in tensors_within(output) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since)
-    return _before_backward_of({id(t): t for t in (*known, *others)}.values(), pre_backward)
+    return output, _before_backward_of({id(t): t for t in (*known, *others)}.values(), pre_backward)
 
 
 def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[tuple[Any, ...]], None]) -> bool:
@@ -307,8 +341,27 @@ def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[
     return watched
 
 
+def transforms_run() -> bool:
+    """True within transforms of torch.func and forward-mode differentiation, see [Note: Transforms]."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def _transformed(values: Any, before: Callable[[], None] | None, before_double: Callable[[], None] | None) -> Any:
+    """Pass the floating-point tensors in ``values`` through ``_Transformed``, each once."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def passed(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        if id(tensor) not in seen:
+            seen[id(tensor)] = _Transformed.apply(before, before_double, tensor)  # type: ignore[no-untyped-call]
+        return seen[id(tensor)]
+
+    return map_tensors(passed, values)
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return a context without torch.func transforms: all-gathers are not to be differentiated or batched."""
+    """Return a context without transforms of torch.func and tracing: all-gathers are not to be differentiated."""
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return _NO_CONTEXT
@@ -389,7 +442,8 @@ class _EndOfPass:
 
     def __call__(self) -> None:
         self._called = True
-        self._end()
+        with outside_transforms():
+            self._end()
 
     def __del__(self) -> None:
         if not self._called:

@@ -138,15 +138,14 @@ class Runtime:
             self.activations.end(forward)
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
-                has_backward = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
+                output, has_backward = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
             if len(unit.open_forwards) == 1:
                 self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
             self.abort_forward(unit)
             raise
         unit.open_forwards.pop()
-        self._leave_forward(unit, forward, output if has_backward else None)
-        return output
+        return self._leave_forward(unit, forward, output, has_backward=has_backward)
 
     def abort_forward(self, unit: Unit) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
@@ -204,18 +203,24 @@ class Runtime:
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
-    def _leave_forward(self, unit: Unit, forward: OpenForward, output: Any = None, *, failed: bool = False) -> None:
+    def _leave_forward(
+        self, unit: Unit, forward: OpenForward, output: Any = None, *, has_backward: bool = False, failed: bool = False
+    ) -> Any:
         """End the outermost forward, if this is it.
 
         Args:
             unit: Unit whose forward ends.
             forward: That forward.
-            output: Its output, if that has a backward.
-            failed: It raised.
+            output: Its output.
+            has_backward: The output has one.
+            failed: The forward raised.
+
+        Returns:
+            What to return instead of ``output``.
         """
         self._open_forwards -= 1
         if self._open_forwards or hooks.in_backward():
-            return
+            return output
         if failed:
             self.steps.forward_failed()
             self._forget_forwards()
@@ -223,16 +228,17 @@ class Runtime:
                 each.modules_run.clear()
                 if each.is_unsharded:
                     each.free_after_failure()
-            return
+            return None
         PROGRESS.leave("forward")
-        self._end_units_of_several_modules(unit, forward, output)
+        output = self._end_units_of_several_modules(unit, forward, output, has_backward=has_backward)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
             guessed_wrong.reshard()
         self.prefetcher.clear()
-        if output is None:
+        if not has_backward:
             self._release_host_memory()
+        return output
 
     # ---------------------------------------------------------------- unshard
 
@@ -321,20 +327,27 @@ class Runtime:
                 self._read.append(unit)
         self._reshard_after_forward(unit, has_backward=has_backward)
 
-    def _end_units_of_several_modules(self, outermost: Unit, forward: OpenForward, output: Any) -> None:
+    def _end_units_of_several_modules(
+        self, outermost: Unit, forward: OpenForward, output: Any, *, has_backward: bool
+    ) -> Any:
         """Reshard units some of whose modules have not run, and unshard in backward what the graph may have read.
 
         Args:
             outermost: Unit whose forward ends, and which stays as it is.
             forward: That forward.
-            output: Its output; None: there is no backward.
+            output: Its output.
+            has_backward: The output has one.
+
+        Returns:
+            What to return instead of ``output``.
         """
         for unit in filter(None, (ref() for ref in self._of_several_modules)):
             if unit.modules_run and unit is not outermost:
-                self._all_have_run(unit, has_backward=output is not None)
+                self._all_have_run(unit, has_backward=has_backward)
         read, self._read = self._read, []
-        for unit in read if output is not None else ():
-            hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
+        for unit in read if has_backward else ():
+            output, _ = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
+        return output
 
     def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
         """Reshard, keep this rank's part for a subgroup, or stay unsharded, as ``reshard_after_forward`` says."""

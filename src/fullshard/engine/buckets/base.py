@@ -238,8 +238,7 @@ class Bucket:
         """
         if self.is_unsharded:
             return []
-        self.is_unsharded = True
-        self._in_flight = self._all_gathers(from_subgroup)
+        self._in_flight, self.is_unsharded = self._all_gathers(from_subgroup), True
         return self._in_flight
 
     def issued(self, pending_work: PendingWork) -> None:
@@ -250,13 +249,10 @@ class Bucket:
         """Make the computation see the unsharded parameters."""
         if self._pending_work is not None:
             self._pending_work.wait()  # if it failed, it raises again wherever it is waited for
-            self._arrive()
+            while self._in_flight:  # those that have arrived do so once, also if memory for another runs out
+                self._in_flight[0].arrived()
+                del self._in_flight[0]
             self._pending_work = None
-
-    def _arrive(self) -> None:
-        for all_gather in self._in_flight:
-            all_gather.arrived()
-        self._in_flight = []
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
@@ -268,8 +264,9 @@ class Bucket:
 
     def abandon_unshard(self) -> None:
         """Free the unsharded parameters after a failure, when what was in flight may never arrive."""
-        with contextlib.suppress(Exception):  # the failure that is being recovered from, seen once more
-            self.wait_for_unshard()
+        if self._pending_work is not None:
+            with contextlib.suppress(Exception):  # the failure that is being recovered from, seen once more
+                self._pending_work.wait()
         for all_gather in self._in_flight:  # also those that were not issued
             all_gather.abandon()
         self._pending_work, self._in_flight, self.is_unsharded = None, [], False
@@ -407,6 +404,7 @@ class BufferBucket(Bucket):
         if not self._made:
             with torch.inference_mode(False), torch.no_grad():
                 self._make_unsharded()
+            self._made = True
         kept = self._subgroup_shard is not None and self._subgroup_shard.allocated_bytes > 0
         if from_subgroup and kept and self._subgroup_all_gather is not None:
             return [self._subgroup_all_gather]
@@ -419,20 +417,20 @@ class BufferBucket(Bucket):
 
     def _make_unsharded(self) -> None:
         """Create the unsharded parameters and the all-gather that fills them."""
-        self._made = True
         shard, dtype, reduce_dtype = self.shard_buffer, self.storage.param_dtype, self.storage.reduce_dtype
         if self.mesh.world_size == 1 and dtype is shard.dtype and shard.device == self.mesh.device:
             for parameter in self.parameters:
                 shape = parameter.shape
                 parameter.set_unsharded(alias(parameter.local, 0, shape.shape, shape.stride), reduce_dtype)
             return
-        unsharded = self._unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
+        unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
+        all_gather = self._make_all_gather(self.layout, shard, unsharded, self.mesh.transport)
         slots: Sequence[Slot | FlatSlot] = self.layout.slots
         for parameter, slot in zip(self.parameters, slots, strict=True):
             shape, offset = parameter.shape, slot.unsharded_offset
             parameter.set_unsharded(unsharded.tensor(offset, shape.shape, shape.stride), reduce_dtype)
-        self._all_gather = self._make_all_gather(self.layout, shard, unsharded, self.mesh.transport)
         unsharded.free()  # its first memory is of the compute stream, whatever an all-gather allocates on
+        self._unsharded, self._all_gather = unsharded, all_gather
 
     def _free(self) -> None:
         if self._unsharded is not None:

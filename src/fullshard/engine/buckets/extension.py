@@ -203,9 +203,9 @@ class ExtensionAllGather(BucketAllGather):
             )
         if self._own_sizes is None:
             self._agree(sizes, error)
-            self._own_sizes = sizes
             world_size = self.mesh.world_size
             self.buffers = [Buffer(size.numel() * world_size, dtype, self.mesh.device) for size, dtype in self._sizes]
+            self._own_sizes = sizes
         pairs = zip(inputs, self._sizes, strict=True)
         self._inputs = [_padded(tensor.contiguous().view(-1), size.numel()) for tensor, (size, _) in pairs]
         for buffer in self.buffers:
@@ -225,7 +225,7 @@ class ExtensionAllGather(BucketAllGather):
             for buffer, (size, _) in zip(self.buffers, self._sizes, strict=True)
         )
         post = partial(local.fsdp_post_all_gather, outputs, self._metadata, self._storage.param_dtype)
-        self._inputs, self._metadata, self._pool = [], None, current_stream(self.mesh.device)
+        self._pool = current_stream(self.mesh.device)
         with torch.no_grad():
             if self._made:
                 for tensor, nbytes in self._inner:
@@ -233,6 +233,7 @@ class ExtensionAllGather(BucketAllGather):
                 post(out=parameter.unsharded)
             else:
                 self._make_unsharded(*post())
+        self.abandon()
 
     def abandon(self) -> None:
         """Forget what was to be sent."""

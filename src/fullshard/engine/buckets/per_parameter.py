@@ -116,16 +116,17 @@ class PerParameterBucket(BufferBucket):
         transport = self.mesh.subgroup(size)
         shapes = [p.shape for p in self.parameters]
         layout = lay_out(shapes, transport, unsharded.dtype.itemsize, within=self.layout)
-        self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
-        shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
-        self._subgroup_all_gather = PerParameterAllGather(layout, shard, unsharded, transport)
-        targets, sources = self._subgroup_copies = [], []
+        kept = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
+        shard = kept.tensor(0, (layout.shard_numel,), (1,))
+        all_gather = PerParameterAllGather(layout, shard, unsharded, transport)
+        targets, sources = [], []
         for slot in layout.slots:
             own, rows = slot.parameter, slot.local_shape(transport.rank)
             start = slot.local_rows(transport.rank)[0] * (own.stride[own.cut] if rows else 0)
             targets.append(_shard_of(shard, slot, transport.rank))
             sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
-        self._subgroup_shard.free()
+        kept.free()
+        self._subgroup_shard, self._subgroup_all_gather, self._subgroup_copies = kept, all_gather, (targets, sources)
 
 
 def _shard_of(buffer: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

@@ -75,9 +75,10 @@ class RaggedBucket(SliceBucket):
             return
         transport, numel = self.mesh.subgroup(size), self.layout.unsharded_numel // size
         if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
-            self._subgroup_shard = Buffer(numel, unsharded.dtype, unsharded.device)
-            own = self._subgroup_shard.tensor(0, (numel,), (1,))
+            shard = Buffer(numel, unsharded.dtype, unsharded.device)
+            own = shard.tensor(0, (numel,), (1,))
             self._subgroup_all_gather = FlatAllGather(numel, own, unsharded, transport)
+            self._subgroup_shard = shard
         assert self._subgroup_shard is not None
         self._subgroup_shard.allocate()
         kept = self._subgroup_shard.tensor(0, (numel,), (1,))

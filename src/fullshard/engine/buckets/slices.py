@@ -131,14 +131,15 @@ class SliceBucket(BufferBucket):
         enabled = enabled and not self.never_in_place
         if enabled is not self._writes_in_place:
             self._writes_in_place, self._plans = enabled, {}
-            self._mark_linear_weights()
+            if self._made:
+                self._mark_linear_weights()
 
     def _make_unsharded(self) -> None:
         super()._make_unsharded()
         self._mark_linear_weights()
 
     def _mark_linear_weights(self) -> None:
-        if not self._made or self.mesh.world_size == 1:
+        if self.mesh.world_size == 1:
             return
         for index, parameter in enumerate(self.parameters):
             if is_linear_weight(parameter):
