@@ -18,6 +18,8 @@ from torch import nn
 
 from ranks import Rank, RankPool
 
+LAYOUTS = ["per_parameter", "ragged"]  # with the wrapper beside each
+
 Names = dict[tuple[Any, str], tuple[object, list[int] | None]]
 
 
@@ -63,7 +65,7 @@ def changed(old: Names, new: Names) -> set[str]:
     return {f"{owner.__name__}.{name}" for owner, name in differ - submodules}
 
 
-def observe(rank: Rank) -> Mapping[str, set[str]]:
+def observe(rank: Rank, layout: str | None) -> Mapping[str, set[str]]:
     """What each step changes in torch."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -76,16 +78,23 @@ def observe(rank: Rank) -> Mapping[str, set[str]]:
     import fullshard.dropin
 
     imported = names()
-    for ours in (fullshard.fully_shard(model(), mesh=rank.mesh), fullshard.FullyShardedDataParallel(model())):
-        train(ours)
+    os.environ["FULLSHARD_LAYOUT"] = "per_parameter" if layout is None else layout
+    for given in (layout, None):
+        train(fullshard.fully_shard(model(), mesh=rank.mesh, layout=given))
+    for orig in (True, False):
+        train(fullshard.FullyShardedDataParallel(model(), use_orig_params=orig))
     sharded = names()
     undo = fullshard.dropin.enable_torch_state_dict_functions()
     enabled = names()
+    undo.close()
+    undo = fullshard.dropin.enable_ragged_placements()
+    ragged = names()
     undo.close()
     return {
         "import": changed(before, imported),
         "sharding": changed(imported, sharded),
         "state dict functions": {name.rpartition(".")[0] for name in changed(sharded, enabled)},
+        "ragged placements": {name.rpartition(".")[2] for name in changed(sharded, ragged)},
         "undone": changed(sharded, names()),
     }
 
@@ -99,14 +108,16 @@ def unaware() -> Iterator[RankPool]:
 
 
 @pytest.mark.cpu_only("what is changed does not depend on the device")
-def test_torch_is_left_as_it_is(unaware: RankPool) -> None:
-    """Two hooks of ``torch.optim`` are all; the checkpoint functions are changed only by who asks."""
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_torch_is_left_as_it_is(unaware: RankPool, layout: str | None) -> None:
+    """Two hooks of ``torch.optim`` are all; other functions are changed only by who asks."""
     hooks = {f"torch.optim.optimizer._global_optimizer_{when}_hooks" for when in ("pre", "post")}
-    assert unaware(1, observe, fresh=True) == [
+    assert unaware(1, observe, layout, fresh=True) == [
         {
             "import": set(),
             "sharding": {"RemovableHandle.next_id", *hooks},  # torch counts hooks, whoever registers them
             "state dict functions": {"torch.distributed.checkpoint.state_dict"},
+            "ragged placements": {"from_local", "distribute_tensor", "_distribute_tensors", "_marked_safe_globals_set"},
             "undone": set(),
         }
     ]

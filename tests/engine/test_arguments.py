@@ -35,7 +35,7 @@ MODULES = {
     "shard([plain, sharded])": "this Sequential is already sharded",
     "shard(sharded)": "this Sequential is already sharded; call fully_shard once per module",
     "shard(nn.ModuleList([plain]))": "ModuleList does not implement forward.*each of its modules",
-    "shard(nn.Module())": "Module does not implement forward.*the module that contains it",
+    "shard(nn.ModuleDict({'a': plain}))": "ModuleDict does not implement forward.*the module that contains it",
     "shard(nn.LazyLinear(3))": r"weight is uninitialized \(lazy\); run a forward first",
     "shard(dtensors())": r"0\.weight: expected the mesh of the DTensor.*with different named axes",
     "shard(replicate(plain[0], mesh=mesh))": "ValueError: fully_shard: this Linear is already sharded",

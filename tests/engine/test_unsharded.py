@@ -102,9 +102,12 @@ def test_nested_and_of_parts(rank: Rank) -> None:
             model.blocks[0].reshard()  # by hand: the next forward gathers it, and holds it again
             assert [c.unit for c in check_output(model, reference)] == ["", "blocks.0"]
             assert [c.unit for c in check_output(model, reference)] == [""]
-        with unsharded(nn.Linear(2, 2)) as plain, unsharded(model.first):
+        with unsharded(nn.Linear(2, 2)) as plain:
             plain(torch.ones(2))
             assert_at_rest(model, "")
+        with unsharded(model.first):  # in the middle of a unit
+            assert gathered(model) == [""] and model.first.weight.shape == (6, 6)
+        assert_at_rest(model)
     others = nn.ModuleList([model, made(rank)[0]])
     with unsharded(others):
         assert [gathered(one) for one in others] == [ALL, ALL]

@@ -165,10 +165,6 @@ def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: lis
         model, reference = sharded_with_reference(front_end, rank, plain, [], **policy)
     else:
         model, reference = sharded_with_reference(front_end, rank, plain, units)
-    if front_end.flat and units == ["left"]:  # the flat parameter hides what is called outside of its wrapper, too
-        with pytest.raises(RuntimeError, match=r"outside of its FSDP wrapper|must be 2|1-D|shape"):
-            model(torch.ones(2, 6)).sum().backward()
-        return
     owned = [fqn for unit in nested_units(model) for p in unit.parameters for fqn in p.fqns]
     assert len(nested_units(model)) == 1 + len(units) and len(owned) == len(set(owned))
     assert_trains_alike(model, reference, rank)
@@ -181,13 +177,60 @@ def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None
     plain = build(Twice)
     plain.left.requires_grad_(False)
     plain.left = FSDP(plain.left)
-    model = FSDP(plain)
+    model = plain  # a wrapper around it would own what is shared
     model(torch.ones(2, 6)).sum().backward()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model(torch.ones(2, 6)).detach()
     with pytest.raises(RuntimeError, match="outside of its FSDP wrapper"):
         model(torch.ones(2, 6)).sum().backward()
+
+
+ORDERS = [
+    ["", "outer", "outer.head"],
+    ["", "outer.head", "embedding"],
+    ["outer", "", "outer.head"],
+    ["outer", "embedding", "outer.head", ""],
+    ["outer", "outer.head", ""],
+    ["embedding", "outer.head", "outer", ""],
+]
+
+
+class Around(nn.Module):
+    """An embedding that shares the weight of a head inside of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.outer = nn.Linear(4, 4, bias=False), nn.Module()
+        self.outer.body, self.outer.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.outer.forward = lambda x: self.outer.head(self.outer.body(x).tanh())
+        self.embedding.weight = self.outer.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.embedding(x))
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, order=ORDERS)
+def test_units_in_any_order(rank: Rank, front_end: FrontEnd, order: list[str]) -> None:
+    """Outer modules may become units before those inside of them, tied ones included: training is as unsharded."""
+    model, reference = build(Around), build(Around)
+    whole: nn.Module = model
+    for name in order:
+        parent, _, last = name.rpartition(".")
+        if front_end.composable or not name:
+            made = front_end.wrap(model.get_submodule(name), rank, [])
+            whole = whole if name else made
+        else:
+            holder = model.get_submodule(parent)
+            while isinstance(holder, FSDP):
+                holder = holder.module
+            setattr(holder, last, front_end.wrap(getattr(holder, last), rank, []))
+
+    def loss(step: int) -> LossOf:
+        return lambda m, r: m(torch.linspace(-1, 1, 8).view(2, 4) + step + r).square().mean()
+
+    assert_trains_alike(whole, reference, rank, loss)
 
 
 # -------------------------------------------------------------------- which object it is

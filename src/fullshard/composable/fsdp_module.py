@@ -22,7 +22,7 @@ from fullshard.comm import (
     SymmetricMemoryReduceScatter,
     Transport,
 )
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import nested_units, units_of
 from fullshard.engine.runtime import Runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
@@ -724,7 +724,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unsharded: expected an nn.Module, found {type(module).__name__}")
-    units = nested_units(module)
+    units = units_of(module)
     unsharded_units: list[Unit] = []
     try:
         for unit in units:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.debug.values import ModuleValues
 from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.optimizer_steps import managed_parameters
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.names import clean_name
 from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError
@@ -100,7 +100,7 @@ class _NonFiniteSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.found, self._looked = model, None, 0
-        self._steps = None if nested_units(model) else StepCount()
+        self._steps = None if units_of(model) else StepCount()
         self._values = ModuleValues(model, self._look)
 
     def begin(self) -> None:
@@ -126,7 +126,7 @@ class _NonFiniteSearch:
             NonFiniteError: With what was found first.
         """
         found = {} if self.found is None else {_rank(): self.found}
-        for group in _groups(nested_units(self.model) if units is None else units):
+        for group in _groups(units_of(self.model) if units is None else units):
             for others in gather(found, group).values():
                 found |= {rank: _Finding(*each) for rank, each in others.items()}
         self.found = None
@@ -146,7 +146,7 @@ class _NonFiniteSearch:
         own = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
-        of_model = nested_units(self.model)
+        of_model = units_of(self.model)
         managed = (each.unit() for ref in managed_parameters(optimizer) if (each := ref()) is not None)
         stepped = [unit for unit in dict.fromkeys(managed) if unit is not None and unit in of_model]
         for name, parameter in self.model.named_parameters():

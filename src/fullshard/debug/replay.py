@@ -16,7 +16,7 @@ from fullshard.checkpoint.state.parameters import local_parameters, mark_shards_
 from fullshard.debug.digests import digest
 from fullshard.debug.values import ModuleValues
 from fullshard.engine.containers import iterate_tensors
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.ranks.agreement import gather, list_ranks
 from fullshard.ranks.groups import data_parallel_groups
@@ -95,7 +95,7 @@ def replay(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.
     own = _first_difference(first, second)
     if own is not None:
         found[_rank()] = own
-    for group in dict.fromkeys(g for unit in nested_units(model) for g in data_parallel_groups(unit.mesh)):
+    for group in dict.fromkeys(g for unit in units_of(model) for g in data_parallel_groups(unit.mesh)):
         for others in gather(found, group).values():
             found |= {rank: (number, what) for rank, (number, what) in others.items()}
     if not found:

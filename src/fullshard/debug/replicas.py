@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters, walk_modules
 from fullshard.debug.digests import digest
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import unit_of, units_of
 from fullshard.errors import ReplicaError
 from fullshard.progress import PROGRESS
 from fullshard.ranks.agreement import gather_if_different, list_ranks, raise_on_all
@@ -182,7 +182,7 @@ _good: weakref.WeakKeyDictionary[nn.Module, int] = (
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    groups = (group for unit in nested_units(model) for group in data_parallel_groups(unit.mesh))
+    groups = (group for unit in units_of(model) for group in data_parallel_groups(unit.mesh))
     return list(dict.fromkeys(groups))
 
 

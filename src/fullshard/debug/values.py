@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.engine import hooks
 from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.ownership import unit_of
-from fullshard.engine.parameters.names import WRAPPED, clean_name
+from fullshard.engine.parameters.names import WRAPPED, clean_name, is_compiled
 from fullshard.engine.unit import Unit
 
 __all__ = ["ModuleValues"]
@@ -98,7 +98,7 @@ def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the modules whose forward is part of a compiled one: a hook would compile it anew."""
     found: set[nn.Module] = set()
     for module in modules:
-        if type(module).__name__ == "OptimizedModule":
+        if is_compiled(module):
             found.update(each for each in module.modules() if each is not module)
         elif module._compiled_call_impl is not None:
             found.update(module.modules())

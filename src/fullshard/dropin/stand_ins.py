@@ -32,6 +32,7 @@ from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, StandInNames, i
 from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.private_names import patched_attributes
 from fullshard.dropin.torch_bases import TorchBases
+from fullshard.dropin.ragged_placements import enable_ragged_placements
 from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
 
 __all__ = ["Binding", "StandIns"]
@@ -167,6 +168,7 @@ class StandIns:
 
     def _begin(self) -> None:
         self._undo.append(enable_torch_state_dict_functions().close)
+        self._undo.append(enable_ragged_placements().close)
         taken = [
             (module, name, self._replacements[id(value)])
             for module in _others(self._modules)

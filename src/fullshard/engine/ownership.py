@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fullshard.engine.buckets.formats import ShardingFormat
-from fullshard.engine.parameters.names import clean_name
+from fullshard.engine.parameters.flat import FlatParameter
+from fullshard.engine.parameters.names import clean_name, wrapped_name
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter, managed_by
 from fullshard.engine.unit import Unit
@@ -33,9 +34,11 @@ __all__ = [
     "rename",
     "set_unit",
     "unit_of",
+    "units_of",
 ]
 
 _UNIT = "_fullshard_unit"
+_HOLDING = "_fullshard_holding"  # the units that own parameters of a module, in the module's own dictionary
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -44,18 +47,52 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
-    """Attach ``unit`` to its module."""
+    """Attach ``unit`` to its module, and to those that hold its parameters, which may outlive a wrapper."""
     module.__dict__[_UNIT] = unit
+    for holder in _holders_of(unit):
+        holder.__dict__[_HOLDING] = _Holding(holder.__dict__.get(_HOLDING, {}) | {id(unit): unit})
 
 
-def clear_unit(module: nn.Module) -> None:
-    """Detach the unit of a module."""
-    module.__dict__.pop(_UNIT, None)
+def clear_unit(module: nn.Module, holders: Iterable[nn.Module]) -> None:
+    """Detach the unit of a module, which ``holders`` hold parameters of, or did before another unit took them."""
+    unit = module.__dict__.pop(_UNIT)
+    for holder in holders:
+        held: dict[int, Unit] = holder.__dict__.get(_HOLDING, {})
+        if held.pop(id(unit), None) is not None and not held:
+            del holder.__dict__[_HOLDING]
+
+
+class _Holding(dict[int, Unit]):
+    """Units by their ids. Copied or pickled, it becomes an empty, harmless dictionary."""
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[()]]:
+        return dict, ()
+
+
+def _holders_of(unit: Unit) -> Iterator[nn.Module]:
+    """Yield the modules that hold parameters of ``unit``, also those that no unit contains yet."""
+    for parameter in unit.parameters:
+        for owner in (*parameter.owners, *parameter.pending_owners):
+            if (module := owner.module()) is not None:
+                yield module
 
 
 def nested_units(module: nn.Module) -> list[Unit]:
     """Return the units of ``module`` and all modules below, in the order of ``modules()``, each once."""
     return list({id(unit): unit for unit in map(unit_of, all_modules(module)) if unit is not None}.values())
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the units that hold any parameter of ``module``: those nested in it, and then those around it.
+
+    Of the latter, ``module`` may be all that a wrapper wraps, or a part in the middle.
+    """
+    found = {id(unit): unit for unit in nested_units(module)}
+    for each in all_modules(module):
+        for key, unit in each.__dict__.get(_HOLDING, {}).items():
+            if key not in found and any(holder is each for holder in _holders_of(unit)):  # or another unit has taken it
+                found[key] = unit
+    return list(found.values())
 
 
 def all_modules(root: nn.Module) -> list[nn.Module]:
@@ -120,11 +157,14 @@ class _Holder(NamedTuple):
 
 
 def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
-    """Yield the parameters that named modules hold themselves, in model order."""
+    """Yield the parameters that named modules hold themselves, in model order, also those that are in a flat one."""
     for path, module in modules:
         prefix = clean_name(path)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
+        flat = (p for unit in module.__dict__.get(_HOLDING, {}).values() for p in unit.parameters)
+        hidden = {own.name: p.sharded for p in flat for own in p.owners if own.parameters is module._parameters}
+        for name, held in module._parameters.items():
+            parameter = hidden.get(name) if held is None else held
+            if parameter is not None and not isinstance(parameter, FlatParameter):
                 yield _Holder(f"{prefix}.{name}" if prefix else name, module, name, parameter)
 
 
@@ -202,6 +242,7 @@ def _tests_inside(modules: Sequence[nn.Module]) -> Callable[[Owner], bool]:
 
 def _is_owned_by_ancestor(parameter: ShardedParameter, module: nn.Module) -> bool:
     """True if the unit that owns the parameter contains ``module``: then it unshards the parameter for it."""
+    module = module._modules.get(wrapped_name(module) or "") or module  # a new wrapper is not in its place yet
     unit = parameter.unit()
     ancestors = () if unit is None else (ref() for ref in unit.modules)
     return any(module is submodule for m in ancestors if m is not None for submodule in m.modules())
@@ -236,11 +277,10 @@ def check_owned(units: list[Unit]) -> None:
     """Raise TiedParameterError if no unit contains all modules of a tied parameter."""
     waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
     modules = [module for unit in units for ref in unit.modules if (module := ref()) is not None]
-    for _, module in Subtree.of(modules).managed:
-        for held in module._parameters.values():
-            parameter = None if held is None else managed_by(held)
-            if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
-                waiting[id(parameter)] = parameter
+    for holder in _holders(Subtree.of(modules).managed):
+        parameter = managed_by(holder.parameter)
+        if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
+            waiting[id(parameter)] = parameter
     if waiting:
         raise TiedParameterError(
             "these parameters are tied between modules of different units: "

@@ -99,7 +99,7 @@ def _check_module(api: str, module: nn.Module) -> None:
     if unit_of(module) is not None:
         plain = getattr(type(module), "_fullshard_class", (type(module),))[0]
         raise ValueError(f"{api}: this {plain.__name__} is already sharded; call {api} once per module")
-    if not has_forward(module):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):  # others may have other methods
         raise ValueError(
             f"{api}: {type(module).__name__} does not implement forward(), so its parameters would never be unsharded; "
             f"call {api} on each of its modules and on the module that contains it"

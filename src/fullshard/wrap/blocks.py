@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fullshard.engine.parameters.names import wrapped_name
 from fullshard.wrap.tree import ModuleTree, has_forward
 
 __all__ = ["LEAST_SHARE", "BlockList", "is_experts", "plain_module", "repeated_blocks"]
@@ -28,7 +29,6 @@ __all__ = ["LEAST_SHARE", "BlockList", "is_experts", "plain_module", "repeated_b
 LEAST_SHARE = 4  # a module beside blocks, or in a list that is one, is a unit with this share of the largest block
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # in torch.compile's module, in checkpoint_wrapper's
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def repeated_blocks(tree: ModuleTree) -> list[BlockList]:
 
 def plain_module(module: nn.Module) -> nn.Module:
     """Return the module inside of those that ``torch.compile`` and activation checkpointing put around it."""
-    while inner := next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None):
+    while inner := module._modules.get(wrapped_name(module) or ""):
         module = inner
     return module
 

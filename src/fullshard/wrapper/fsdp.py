@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
-from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
+from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
@@ -106,6 +107,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         ```
     """
 
+    _fullshard_wraps = WRAPPED
     _fsdp_wrapped_module: nn.Module
     _options: WrapperOptions
     _ignored_modules: set[nn.Module]
@@ -435,7 +437,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
     def module(self) -> nn.Module:
         """The wrapped module, without the wrapper of activation checkpointing if there is one."""
         inner = self._fsdp_wrapped_module
-        return inner._modules.get(CHECKPOINTED) or inner
+        return inner._modules[CHECKPOINTED] if isinstance(inner, ActivationWrapper) else inner  # type: ignore[return-value]
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:

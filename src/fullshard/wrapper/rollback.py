@@ -42,7 +42,7 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
             unit = unit_of(wrapper)
             if unit is not None:
                 _restore_unit(unit, values)
-                clear_unit(wrapper)
+                clear_unit(wrapper, modules)
         for holder, held in children:
             holder._modules.update(held)
         for holder, name, parameter, device in holders:

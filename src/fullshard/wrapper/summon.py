@@ -7,7 +7,8 @@ from collections.abc import Generator
 
 from torch import nn
 
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import nested_units, unit_of, units_of
+from fullshard.engine.states import ParameterState
 from fullshard.engine.summoned_parameters import SummonedParameters
 from fullshard.errors import FullshardError
 from fullshard.frontend.arguments import check_bool, check_instance
@@ -68,7 +69,9 @@ class WrapperSummon:
         for name, flag in {**flags, "with_grads": with_grads}.items():
             check_bool(f"summon_full_params: {name}", flag)
         own = unit_of(module)
-        units = nested_units(module) if recurse else [] if own is None else [own]
+        nested = nested_units(module)
+        units = units_of(module) if recurse else [u for u in units_of(module) if u not in nested] if own is None else [own]
+        units = [u for u in units if u in nested or u.parameter_state is not ParameterState.SUMMONED]
         summoned: list[SummonedParameters] = []
         error: BaseException | None = None
         try:

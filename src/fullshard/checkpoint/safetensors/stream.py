@@ -7,7 +7,7 @@ transport, into new memory. The modules' parameters are not touched, so the iter
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.parameters import local_parameters, walk_modules
 from fullshard.engine.buckets.base import Bucket
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.summoned_parameters import all_gather_now
 from fullshard.engine.unit import Unit
@@ -90,9 +90,9 @@ def _named(
 def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = local_parameters(model)
     names = {id(parameter.sharded): parameter.fqn for parameter in parameters}
-    for unit in nested_units(model):
+    for unit in units_of(model):
         for bucket in unit.buckets:
-            for group in _groups(bucket, dtype):
+            for group in _groups(bucket, dtype, names):
                 with torch.inference_mode(False), torch.no_grad():
                     values = _gather(unit, bucket, group, dtype)
                 while group:
@@ -117,18 +117,19 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _groups(bucket: Bucket, dtype: torch.dtype | None) -> list[list[ShardedParameter]]:
-    """Return groups of parameters to all-gather together, in the order in which they lie in the bucket."""
-    groups: list[list[ShardedParameter]] = []
+def _groups(bucket: Bucket, dtype: torch.dtype | None, wanted: Container[int]) -> list[list[ShardedParameter]]:
+    """Return groups of wanted parameters to all-gather together, that lie in the bucket one after another."""
+    groups: list[list[ShardedParameter]] = [[]]
     taken = 0
     for parameter in bucket.parameters:
         nbytes = parameter.shape.numel * _dtype_of(parameter, dtype).itemsize
-        if not groups or taken + nbytes > GROUP_BYTES:
+        if id(parameter) not in wanted or taken + nbytes > GROUP_BYTES:
             groups.append([])
             taken = 0
-        groups[-1].append(parameter)
-        taken += nbytes
-    return groups
+        if id(parameter) in wanted:
+            groups[-1].append(parameter)
+            taken += nbytes
+    return [group for group in groups if group]
 
 
 def _dtype_of(parameter: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.parameters import ensure_idle, walk_modules
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.sharded import managed_by, value_of
 from fullshard.errors import CheckpointError
 
@@ -210,7 +210,7 @@ def _device_of(tensor: torch.Tensor, default: torch.device) -> torch.device:
 
 def _compute_device(model: nn.Module) -> torch.device:
     """Return the device for tensors that are in no unit."""
-    unit = next(iter(nested_units(model)), None)
+    unit = next(iter(units_of(model)), None)
     if unit is not None:
         return unit.mesh.device
     devices = (tensor.device for tensor in (*model.parameters(), *model.buffers()))

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards, region_of
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
-from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED
+from fullshard.engine.parameters.names import wrapped_name
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.engine.parameters.ragged_tensor import regions_of_slice
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
@@ -119,7 +118,7 @@ def local_parameters(model: nn.Module) -> list[LocalParameter]:
     ensure_idle(model)
     managed = {
         (id(owner.parameters), owner.name): parameter
-        for unit in nested_units(model)
+        for unit in units_of(model)
         for parameter in unit.parameters
         for owner in (*parameter.owners, *parameter.pending_owners)
     }
@@ -159,18 +158,10 @@ def walk_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while stack:
         prefix, module = stack.pop()
         yield prefix, module
+        wrapped = wrapped_name(module)
         for name, child in reversed(module._modules.items()):
             if child is not None:
-                stack.append((prefix if _wraps(module, name) else f"{prefix}{name}.", child))
-
-
-def _wraps(module: nn.Module, name: str) -> bool:
-    """Return True if ``module`` is only a wrapper of its child of that name."""
-    if name in (WRAPPED, CHECKPOINTED):
-        return True
-    if name == "module":
-        return isinstance(module, DistributedDataParallel)
-    return name == "_orig_mod" and type(module).__name__ == "OptimizedModule"  # torch.compile's; its module is slow
+                stack.append((prefix if name == wrapped else f"{prefix}{name}.", child))
 
 
 def ensure_idle(model: nn.Module) -> None:
@@ -179,11 +170,11 @@ def ensure_idle(model: nn.Module) -> None:
     Raises:
         PhaseError: As ``local_parameters`` does.
     """
-    for unit in nested_units(model):
+    for unit in units_of(model):
         require_idle(unit, "its state")
 
 
 def mark_shards_written(model: nn.Module) -> None:
     """Mark the unsharded parameters of ``model`` as stale after its shards were written to directly."""
-    for unit in nested_units(model):
+    for unit in units_of(model):
         unit.mark_out_of_date()

@@ -23,7 +23,7 @@ from fullshard.checkpoint.state.model import model_state
 from fullshard.checkpoint.state.optimizer.state import fingerprint, optimizer_state
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.errors import CheckpointError
 from fullshard.memory import host_buffer, stream_waiter
 from fullshard.version import __version__
@@ -244,7 +244,7 @@ def _add_model(entries: dict[str, TensorShards | bytes], aliases: dict[str, str]
 
 def _digests(component: Component) -> dict[str, str]:
     """Return hashes of the parameters that are in no unit of a sharded model: nothing keeps them equal over ranks."""
-    if not nested_units(component.model):
+    if not units_of(component.model):
         return {}
     loose = [p for p in local_parameters(component.model) if p.sharded is None and not isinstance(p.parameter, DTensor)]
     found = {}
@@ -279,7 +279,7 @@ def _add_optimizer(
 
 def compute_device(model: nn.Module) -> torch.device:
     """Return the device on which the model computes, by its units or parameters; its shards may be elsewhere."""
-    units = nested_units(model)
+    units = units_of(model)
     devices = [unit.mesh.device for unit in units] or [parameter.device for parameter in model.parameters()]
     near = [device for device in devices if device.type not in ("cpu", "meta")]
     return near[0] if near else torch.device("cpu")

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard
+from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard, hashed
 from fullshard.layout import Region, chunk_of
 
 __all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at"]
@@ -68,7 +68,8 @@ class ParameterPlacement:
         key = dtype, placement
         if key not in self._specs:
             meta = TensorMeta(self.shape, self.stride, dtype)
-            self._specs[key] = DTensorSpec(self.mesh.device_mesh, self.mesh.placements(placement), tensor_meta=meta)
+            spec = DTensorSpec(self.mesh.device_mesh, self.mesh.placements(placement), tensor_meta=meta)
+            self._specs[key] = hashed(spec)
         return self._specs[key]
 
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fullshard.engine.parameters.ragged_tensor import RaggedShard
-from fullshard.engine.parameters.ragged_torch import patch_torch
 from fullshard.engine.parameters.sharded import ShardedParameter, mark
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.layout import Granularity, granule_of, is_row_major
@@ -41,7 +40,6 @@ class RaggedParameter(SliceParameter):
     def place(self, local: torch.Tensor) -> None:
         """Make ``sharded`` the ``RaggedDTensor`` whose local tensor is ``local``; before the layout, a plain tensor."""
         if self.slot is not None:
-            patch_torch()
             self._place(local, self.placement.ragged_spec(local.dtype, self.ragged_placement()))
             return
         self.local, old = local, self.sharded

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ __all__ = [
     "SHARDED_TYPES",
     "RaggedDTensor",
     "RaggedShard",
+    "hashed",
     "make_ragged",
     "part_of",
     "ragged_placement",
@@ -90,6 +92,13 @@ class RaggedShard(Placement):
         return type(other) is RaggedShard and self.slot == other.slot and self.by_rows is other.by_rows
 
     def __hash__(self) -> int:
+        # torch hashes what describes a plain DTensor before its first operation; that of a RaggedDTensor has a hash.
+        if sys._getframe(1).f_code.co_name == "_hash_impl":
+            raise NotImplementedError(
+                f"a plain DTensor has the placement {self} of a parameter that is sharded with layout='ragged', with "
+                "which torch would compute something else; call fullshard.dropin.enable_ragged_placements() before "
+                "DTensor.from_local or distribute_tensor, or use full_tensor() and Replicate()"
+            )
         return hash((self.slot.unsharded_offset, self.slot.slice_numel, self.slot.parameter.numel))
 
     def __repr__(self) -> str:
@@ -111,6 +120,13 @@ def ragged_placement(spec: DTensorSpec) -> tuple[int, RaggedShard]:
         if isinstance(placement, RaggedShard):
             return axis, placement
     raise ValueError(f"expected a RaggedShard, found placements {spec.placements}")
+
+
+def hashed(spec: DTensorSpec) -> DTensorSpec:
+    """Have the spec of a ``RaggedDTensor`` know its hash, see ``RaggedShard.__hash__``."""
+    if spec._hash is None:
+        spec._hash = hash((spec.mesh, spec.placements))
+    return spec
 
 
 def regions_of_slice(
@@ -176,7 +192,7 @@ class RaggedDTensor(DTensor):
         """Make the tensor from its parts, as ``torch.compile`` does."""
         unflatten: Any = DTensor.__tensor_unflatten__
         made = unflatten(inner_tensors, flatten_spec, outer_size, outer_stride)
-        ragged: Any = DTensor.__new__(RaggedDTensor, made._local_tensor, made._spec, requires_grad=made.requires_grad)
+        ragged: Any = DTensor.__new__(RaggedDTensor, made._local_tensor, hashed(made._spec), requires_grad=made.requires_grad)
         return cast("DTensor", ragged)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -344,7 +360,7 @@ def make_ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     assert meta is not None
     if meta.dtype is not local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    made: Any = DTensor.__new__(RaggedDTensor, local, spec, requires_grad=False)
+    made: Any = DTensor.__new__(RaggedDTensor, local, hashed(spec), requires_grad=False)
     return cast("RaggedDTensor", made)
 
 

@@ -33,7 +33,7 @@ from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictSettings, StateDictType
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.names import clean_name
 from fullshard.ranks.agreement import gather, raised_on_all
 from fullshard.wrapper.state_dict.gather import (
@@ -106,7 +106,7 @@ def saved_state(
 
 def _mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh that a model is sharded over, tensor parallelism included; None if it has no units."""
-    placements = (parameter.placement for unit in nested_units(model) for parameter in unit.parameters)
+    placements = (parameter.placement for unit in units_of(model) for parameter in unit.parameters)
     meshes = [placement.sharded_spec(torch.float32).mesh for placement in placements]
     return max(meshes, key=DeviceMesh.size, default=None)
 

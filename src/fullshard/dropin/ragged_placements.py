@@ -3,16 +3,18 @@
 [Note: torch's functions and RaggedShard]
 Programs hand the placements of a parameter on: ``DTensor.from_local(state, p.device_mesh, p.placements)`` makes the
 state of an optimizer (torchao's do), ``distribute_tensor(value, p.device_mesh, p.placements)`` a parameter to load.
-torch refuses the second, and of the first it makes a plain DTensor, with which some operations compute something
-else without a word. So from the first ragged parameter on these functions make ``RaggedDTensor``s of what has a
-``RaggedShard``, and are torch's own for everything else. Names in modules are rebound; who holds torch's
-``distribute_tensor`` elsewhere, such as in an attribute of a class, still gets torch's, which raises.
+torch refuses both; given a global shape, the first makes a plain DTensor, of which ``RaggedShard`` refuses operations.
+Between ``enable_ragged_placements`` and its end these functions make ``RaggedDTensor``s of what has a ``RaggedShard``,
+and are torch's own for everything else. Names in modules are rebound; who holds torch's ``distribute_tensor``
+elsewhere, such as in an attribute of a class, still gets torch's, which raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -37,20 +39,72 @@ from fullshard.engine.parameters.ragged_tensor import (
 )
 from fullshard.layout import FlatSlot, ParameterShape
 
-__all__ = ["patch_torch"]
+__all__ = ["enable_ragged_placements"]
 
 
-@functools.cache
-def patch_torch() -> None:
-    """Have torch's functions know ``RaggedShard`` from now on, see [Note: torch's functions and RaggedShard]."""
-    DTensor.from_local = staticmethod(_knowing(DTensor.from_local, _from_local))  # type: ignore[method-assign]
+_lock = threading.RLock()
+_enablers: set[object] = set()  # one for each call in effect
+_undo = contextlib.ExitStack()  # restores torch's functions
+
+
+def enable_ragged_placements() -> contextlib.ExitStack:
+    """Make ``DTensor.from_local``, ``distribute_tensor`` and more accept the placements of ragged parameters.
+
+    Programs that pass the placements of a parameter on to these functions of torch, such as quantized optimizers of
+    torchao, then work with ``fully_shard(layout="ragged")``. So do ``set_model_state_dict`` with full state dicts, and
+    ``torch.load`` of saved ragged tensors. torch is patched for the whole process, and does with other placements what
+    it did before. ``fullshard.dropin.install`` includes this call.
+
+    Returns:
+        A context manager that undoes this call at its end or by ``close()``; it may be discarded. The patches stay
+        while another call is in effect.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from torch.distributed.tensor import DTensor
+
+        from fullshard import fully_shard
+        from fullshard.dropin import enable_ragged_placements
+
+        weight = fully_shard(nn.Linear(8, 8), layout="ragged").weight
+        with enable_ragged_placements():
+            state = DTensor.from_local(torch.zeros_like(weight.to_local()), weight.device_mesh, weight.placements)
+        assert type(state) is type(weight.data)
+        ```
+    """
+    enabler, undo = object(), contextlib.ExitStack()
+    with _lock:
+        if not _enablers:
+            _patch()
+        _enablers.add(enabler)
+    undo.callback(_disable, enabler)
+    return undo
+
+
+def _disable(enabler: object) -> None:
+    with _lock:
+        _enablers.discard(enabler)
+        if not _enablers:
+            _undo.close()
+
+
+def _patch() -> None:
+    _set(DTensor, "from_local", staticmethod(_knowing(DTensor.from_local, _from_local)))
     name, known = "distribute_tensor", tensors.distribute_tensor
     knowing = _knowing(known, _distribute_tensor)
     for module in list(sys.modules.values()):  # in torch, and where it was imported by name
         if getattr(module, "__dict__", {}).get(name) is known:
-            setattr(module, name, knowing)
-    state_dicts._distribute_tensors = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
-    torch.serialization.add_safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard])
+            _set(module, name, knowing)
+    whole = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
+    _set(state_dicts, "_distribute_tensors", whole)
+    _undo.enter_context(torch.serialization.safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard]))
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    _undo.callback(setattr, holder, name, vars(holder)[name])
+    setattr(holder, name, value)
 
 
 def _knowing(original: Callable[..., Any], ours: Callable[..., DTensor]) -> Callable[..., Any]:
