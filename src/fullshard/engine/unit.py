@@ -222,12 +222,15 @@ class Unit:
         for parameter in self.parameters:
             if parameter.is_registered():
                 continue
-            value, local = value_of(parameter.accept_replacement()), parameter.local
+            known, local = parameter.sharded, parameter.local
+            value = value_of(parameter.accept_replacement())
             if parameter.offloaded and value.device.type not in ("cpu", "meta"):
                 raise FullshardError(
                     f"{parameter.describe()} was moved to {value.device}, but its unit offloads it to the CPU "
                     "(CPUOffloadPolicy); keep the module, and tensors that are loaded into it, on the CPU"
                 )
+            if parameter.sharded is known and local.device.type != "meta":
+                parameter.follow(value.device)
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:
             self.rebuild()
@@ -243,6 +246,12 @@ class Unit:
             self.rebuild()
         if not self.registration.is_registered():
             self.write_back()
+        self._check_data()
+
+    def _check_data(self) -> None:
+        self.registration.check_data()
+        for bucket in self.buckets:
+            bucket.check_data()
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -257,8 +266,10 @@ class Unit:
             self.reshard()
         if not current:
             self.write_back()
-        self._move_parameters(ParameterState.UNSHARDED)
         from_subgroup = hooks.in_backward()
+        if not from_subgroup:
+            self._check_data()
+        self._move_parameters(ParameterState.UNSHARDED)
         return [
             (bucket, all_gathers) for bucket in self.buckets if (all_gathers := bucket.prepare_unshard(from_subgroup))
         ]
