@@ -24,6 +24,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import TiedParameterError
 
 __all__ = [
+    "IGNORED",
     "Subtree",
     "all_modules",
     "check_owned",
@@ -35,6 +36,7 @@ __all__ = [
     "unit_of",
 ]
 
+IGNORED = "_fullshard_ignores_parameters"  # attribute of modules with parameters that sharding was told to ignore
 _UNIT = "_fullshard_unit"
 
 
@@ -158,6 +160,7 @@ def claim_parameters(
     below = (holder for holder in _holders(everything) if id(holder.parameter) in left_ids)
     for holder in (*_holders(subtree.managed), *below):
         if id(holder.parameter) in ignored_ids:
+            holder.module.__dict__[IGNORED] = True
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
