@@ -162,6 +162,7 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             groups: dict[BucketKey, list[ShardedParameter]] = {}
             for parameter in self.parameters:
+                parameter.drop_unsharded()
                 groups.setdefault(self.policy.form.group(parameter), []).append(parameter)
             self.buckets = [self._bucket(group) for group in groups.values()]
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
@@ -222,14 +223,14 @@ class Unit:
         for parameter in self.parameters:
             if parameter.is_registered():
                 continue
-            known, local = parameter.sharded, parameter.local
+            moved, local = not parameter.is_assigned(), parameter.local
             value = value_of(parameter.accept_replacement())
             if parameter.offloaded and value.device.type not in ("cpu", "meta"):
                 raise FullshardError(
                     f"{parameter.describe()} was moved to {value.device}, but its unit offloads it to the CPU "
                     "(CPUOffloadPolicy); keep the module, and tensors that are loaded into it, on the CPU"
                 )
-            if parameter.sharded is known and local.device.type != "meta":
+            if moved and local.device.type != "meta":
                 parameter.follow(value.device)
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:

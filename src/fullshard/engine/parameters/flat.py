@@ -98,6 +98,10 @@ class FlatShardedParameter(SliceParameter):
             return bool(torch._C._is_alias_of(sharded, local))  # type: ignore[attr-defined]
         return sharded.data_ptr() == local.data_ptr()
 
+    def is_assigned(self) -> bool:
+        """True if a module holds another parameter object than the one that is managed, or visible."""
+        return super().is_assigned() if self.handle is None else self.handle.is_assigned()
+
     def accept_replacement(self) -> nn.Parameter:
         """Manage the parameter that the user has put into the module; its value is written back afterwards.
 
@@ -245,7 +249,11 @@ class FlatParamHandle:
     def is_registered(self) -> bool:
         """True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
-        return self.parameters.get(self.name) is flat and flat.data_ptr() == self._address
+        return not self.is_assigned() and flat.data_ptr() == self._address
+
+    def is_assigned(self) -> bool:
+        """True if the module holds another parameter object."""
+        return self.parameters.get(self.name) is not self.flat
 
     def registered_shard(self, parameter: FlatShardedParameter) -> torch.Tensor:
         """Return the shard of one original parameter in the flat parameter that the module holds now.

@@ -307,6 +307,10 @@ class ShardedParameter:
                 return False
         return sharded._local_tensor is self.local  # type: ignore[attr-defined]
 
+    def is_assigned(self) -> bool:
+        """True if a module holds another parameter object than the one that is managed."""
+        return any(owner.held() is not self.sharded for owner in self.owners)
+
     def accept_replacement(self) -> nn.Parameter:
         """Manage the parameter that the user has put into the module; its value is written back afterwards.
 
@@ -363,6 +367,10 @@ class ShardedParameter:
     def has_unsharded(self) -> bool:
         """True if the unsharded parameter has been made."""
         return hasattr(self, "unsharded")
+
+    def drop_unsharded(self) -> None:
+        """Forget the unsharded parameter, which may lie on a shard buffer that there is no more."""
+        vars(self).pop("unsharded", None)
 
     def drop_unreduced_gradient(self) -> None:
         """Drop the unreduced gradient."""
