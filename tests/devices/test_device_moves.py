@@ -92,7 +92,7 @@ def test_a_model_moves_to_the_cpu_and_back(rank: Rank, front_end: FrontEnd, flag
 @each_front_end
 @pytest.mark.parametrize("way", ["cpu", "to_empty", "meta"])
 def test_what_is_moved_needs_no_device_memory(rank: Rank, front_end: FrontEnd, way: str) -> None:
-    """Shards and gradients leave the device, whether their values go elsewhere or are dropped; brought back, they train."""
+    """Shards and gradients leave the device, with their values or without; brought back, they train."""
     empty = allocated(rank)
     model = front_end.wrap(build(rank.device), rank)
     shards = allocated(rank) - empty
@@ -122,7 +122,7 @@ def test_what_is_moved_needs_no_device_memory(rank: Rank, front_end: FrontEnd, w
 @on_device(2)
 @each_front_end
 def test_a_part_that_was_moved_is_named(rank: Rank, front_end: FrontEnd) -> None:
-    """A submodule moved by itself, below the sharded module, is found at the next forward, and moved back it trains on."""
+    """A submodule of a unit, moved by itself, is found at the next forward; moved back, it trains on."""
     if front_end.flat:
         return  # its modules have no parameters of their own
     model, twin = (front_end.wrap(build(rank.device), rank, []) for _ in range(2))

@@ -1,8 +1,8 @@
 """Trainable plain parameters below a sharded root, whose gradients nobody averages over the ranks.
 
-They were put there after sharding, as adapters (LoRA) and new heads are: torch's FSDP leaves them to the user, and so do
-we. At the first step of an optimizer that has one, a warning names it. Not those that sharding was told to ignore, nor
-below DistributedDataParallel, nor those with hooks on gradients, which may average them.
+They were put there after sharding, as adapters (LoRA) and new heads are: torch's FSDP leaves them to the user, and so
+do we. At the first step of an optimizer that has one, a warning names it. Not those that sharding was told to ignore,
+nor below DistributedDataParallel, nor those with hooks on gradients, which may average them.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its graph. Assigned, of the same placements: its local tensor is this one's from now on."""
+        """The tensor without its graph. If one of the same placements is assigned, its local tensor becomes this one's."""
         return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter

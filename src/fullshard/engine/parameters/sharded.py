@@ -21,9 +21,9 @@ shard where it was moved to, and an assigned one is brought to where the shard w
 [Note: Assigned data]
 ``p.data = value`` replaces only what torch keeps of a DTensor in C++: its sizes and a storage without memory. The local
 tensor stays, and ``value`` is lost. So before a forward the address of that storage is compared, and the assignment
-raises. ``p.data`` itself, and what is a view of it, share the storage: ``p.data = p.data`` changes nothing. An unsharded
-parameter is plain, and takes the memory of the value: no all-gather would fill it any more. Then the bucket's memory
-has fewer references than when it was made.
+raises. ``p.data`` itself, and what is a view of it, share the storage: ``p.data = p.data`` changes nothing. An
+unsharded parameter is plain, and takes the memory of the value: no all-gather would fill it any more. Then the bucket's
+memory has fewer references than when it was made.
 
 [Note: Who owns a gradient]
 A gradient that autograd accumulates may share its memory with any other tensor: the gradients of ``a`` and ``b`` in
