@@ -13,11 +13,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from compare import assert_equal
-from front_ends import COMPOSABLE, assert_at_rest, assert_same_gradients, assert_trains_alike, build
+from front_ends import (
+    COMPOSABLE,
+    FLAT,
+    ORIGINAL,
+    RAGGED,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    sharded_with_reference,
+    unwrapped,
+)
 from fullshard import FSDPModule, UnmaterializedParameterError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.runtime import runtime_of
+from fullshard.errors import FullshardError
 from models import Mlp, batch, reference_backward, tiny_units, with_reference
 from ranks import Rank, on_ranks
 from ranks.device import EMULATED
@@ -148,7 +162,7 @@ def test_unmaterialized_parameters_are_listed(rank: Rank) -> None:
     The remedy works on the same model, and to_empty of one that has values as well.
     """
     model, reference = on_meta(rank), layers()
-    model[2].to_empty(device="cpu")
+    model[2].to_empty(device=rank.device)
     for _ in range(2):
         with pytest.raises(UnmaterializedParameterError, match="to_empty") as raised:
             model(inputs())
@@ -156,7 +170,7 @@ def test_unmaterialized_parameters_are_listed(rank: Rank) -> None:
             assert name in str(raised.value)
         assert "2.weight" not in str(raised.value)
     for _ in range(2):
-        model.to_empty(device="cpu")
+        model.to_empty(device=rank.device)
         with torch.no_grad():
             for p, plain in zip(model.parameters(), reference.parameters(), strict=True):
                 p.copy_(distribute_tensor(plain.detach(), rank.mesh, p.placements))
@@ -175,6 +189,94 @@ def test_weights_of_rank_0_reach_a_meta_model(rank: Rank) -> None:
 
 
 # ---------------------------------------------------------------- parameters that users replace
+
+
+def plus_one(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data + 1
+
+
+def back_up_and_replace(parameter: nn.Parameter) -> None:
+    parameter.backup = parameter.data
+    parameter.data = parameter.data + 1
+
+
+def whole(parameter: nn.Parameter) -> None:
+    parameter.data = torch.ones(parameter.shape)
+
+
+def rows(parameter: nn.Parameter) -> None:
+    parameter.data = torch.ones(parameter.to_local().shape)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("assign", [plus_one, back_up_and_replace, whole, rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_assigned_data_takes_effect_or_raises(rank: Rank, assign: Any, steps: int) -> None:
+    """``p.data = value`` does not reach the shard of a DTensor, and raises at the next forward, with the FQN.
+
+    Writes in place take effect, and data assigned to itself changes nothing. A ragged parameter takes what fits.
+    """
+    for front_end in (COMPOSABLE, RAGGED):
+        model, reference = (build(Mlp, 6, 7, 3) for _ in range(2))
+        front_end.wrap(model, rank, ["layers.0"])
+        assert_trains_alike(model, reference, rank, steps=steps)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            p.data = p.data
+            p.data.add_(1)
+            q.data.add_(1)
+        assert_trains_alike(model, reference, rank, steps=1)
+        assign(model.layers[0].weight)
+        if front_end is RAGGED and assign in (plus_one, back_up_and_replace):
+            reference.layers[0].weight.data += 1
+            assert_trains_alike(model, reference, rank, steps=1)
+            continue
+        for _ in range(2):
+            with pytest.raises(FullshardError, match=r"layers\.0\.weight: a tensor was assigned to \.data"):
+                model(batch(rank.rank, 0, 4, 6))
+        model.layers[0].weight = nn.Parameter(distribute_like(reference.layers[0].weight, model.layers[0].weight))
+        assert_trains_alike(model, reference, rank, steps=1)
+
+
+def distribute_like(value: torch.Tensor, parameter: nn.Parameter) -> DTensor:
+    return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_assigned_data_of_unsharded_parameters_raises(rank: Rank, front_end: FrontEnd) -> None:
+    """Data assigned inside of a forward, as of a clamped temperature, would never be gathered again: it raises."""
+    model = front_end.wrap(build(Mlp, 6, 7, 3), rank, [])
+    inner, inputs = unwrapped(model).layers[1], batch(rank.rank, 0, 4, 6)
+    model(inputs).sum().backward()
+    handle = inner.register_forward_pre_hook(lambda m, _: setattr(m.bias, "data", m.bias.data.clamp(-1, 1)))
+    model(inputs).sum().backward()
+    handle.remove()
+    with pytest.raises(FullshardError, match=r"layers\.1\.bias: a tensor was assigned to \.data"):
+        model(inputs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
+def test_data_of_flat_parameters_may_be_assigned_and_its_memory_freed(rank: Rank, front_end: FrontEnd) -> None:
+    """``p.data = value`` takes effect; storages are freed and refilled, or cannot be, and without one no unit runs."""
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, 6, 7, 3))
+    for p in (*model.parameters(), *reference.parameters()):
+        p.data = p.data * 0.5
+    assert_trains_alike(model, reference, rank)
+    for p in model.parameters():
+        storage, value = p.untyped_storage(), p.detach().clone()
+        if front_end.flat:
+            storage.resize_(0)
+            with pytest.raises(FullshardError, match="has no memory: its storage was resized to 0 bytes"):
+                model(batch(rank.rank, 0, 4, 6))
+            others = [torch.full_like(value, torch.nan) for _ in range(8)]  # may take the memory
+            storage.resize_(value.nbytes)
+            p.data.copy_(value)
+            del others
+        elif value.numel():
+            with pytest.raises(RuntimeError, match="not resizable"):
+                storage.resize_(0)
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)

@@ -486,7 +486,7 @@ def test_part_of_a_unit(rank: Rank, frozen: bool, front_end: FrontEnd) -> None:
 
 @on_ranks(2)
 def test_moves_elsewhere_keep_everything(rank: Rank) -> None:
-    """A move to where the shards are keeps parameters and memory; one elsewhere keeps values, gradients and device."""
+    """A move to where the shards are keeps parameters and memory; one elsewhere takes values and gradients along."""
     model = COMPOSABLE.wrap(build(Stack, 1), rank)
     square_loss()(model, rank.rank).backward()
     before = [(id(p), p.to_local().data_ptr(), id(p.grad)) for p in model.parameters()]
@@ -495,8 +495,8 @@ def test_moves_elsewhere_keep_everything(rank: Rank) -> None:
     values = [(p.to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]
     model.cpu()
     for p, (value, gradient) in zip(model.parameters(), values, strict=True):
-        assert p.device == p.grad.device == rank.device
-        assert_close(p.to_local(), value, "value", rtol=0)
-        assert_close(p.grad.to_local(), gradient, "gradient", rtol=0)
+        assert p.device.type == p.grad.device.type == "cpu"
+        assert_close(p.to_local(), value.cpu(), "value", rtol=0)
+        assert_close(p.grad.to_local(), gradient.cpu(), "gradient", rtol=0)
     assert [len(unit.buckets) for unit in nested_units(model)] == [1, 1]
     assert_at_rest(model)

@@ -14,8 +14,9 @@ from torch.optim.optimizer import (
 )
 
 from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
-from fullshard.engine.runtime import each_runtime, runtime_of
+from fullshard.engine.runtime import each_runtime, live_roots, runtime_of
 from fullshard.engine.states import InnerBackward
+from fullshard.engine.unaveraged import warn_of_unaveraged
 from fullshard.engine.unit import Unit
 from fullshard.progress import PROGRESS
 
@@ -52,6 +53,7 @@ def _units_of(optimizer: Optimizer) -> list[Unit]:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     PROGRESS.enter("optimizer step", None)
+    warn_of_unaveraged(optimizer, live_roots)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

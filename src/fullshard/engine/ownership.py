@@ -25,6 +25,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import TiedParameterError
 
 __all__ = [
+    "IGNORED",
     "Subtree",
     "all_modules",
     "check_owned",
@@ -37,6 +38,7 @@ __all__ = [
     "units_of",
 ]
 
+IGNORED = "_fullshard_ignores_parameters"  # attribute of modules with parameters that sharding was told to ignore
 _UNIT = "_fullshard_unit"
 _HOLDING = "_fullshard_holding"  # the units that own parameters of a module, in the module's own dictionary
 
@@ -198,6 +200,7 @@ def claim_parameters(
     below = (holder for holder in _holders(everything) if id(holder.parameter) in left_ids)
     for holder in (*_holders(subtree.managed), *below):
         if id(holder.parameter) in ignored_ids:
+            holder.module.__dict__[IGNORED] = True
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)

@@ -62,7 +62,9 @@ from fullshard.profiling import profiled
 from fullshard.progress import PROGRESS, LaunchLog, StepCount
 from fullshard.ranks.watchdog import watch
 
-__all__ = ["Runtime", "each_runtime", "ensure_idle", "runtime_of", "take_parameters"]
+__all__ = ["Runtime", "each_runtime", "ensure_idle", "live_roots", "runtime_of", "take_parameters"]
+
+_roots: weakref.WeakSet[Unit] = weakref.WeakSet()  # that have run as roots
 
 
 class Runtime:
@@ -707,6 +709,7 @@ class Runtime:
         _check_materialized(units)
         watch()
         runtime = cls(units)
+        _roots.add(root)
         for unit in units:
             unit.runtime = runtime
             for parameter in unit.parameters:
@@ -792,6 +795,11 @@ def ensure_idle(unit: Unit) -> None:
     """Return to idle if a backward raised and nothing ran since, and wait for what is in flight."""
     if unit.runtime is not None:
         unit.runtime.ensure_idle()
+
+
+def live_roots() -> list[Unit]:
+    """Return the units that are roots."""
+    return [unit for unit in _roots if unit.runtime is not None and unit.runtime.root() is unit]
 
 
 def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:

@@ -58,7 +58,7 @@ class Unit:
     awaits_backward: bool  # from the end of a forward to the beginning of its backward
     modules_run: dict[int, bool]  # by id, of several modules: ran in this forward; True if a backward may come
     user_unshards: int  # blocks of `unsharded` that the unit is in
-    shown: list[Any] | None  # contents of the unsharded parameters when a forward left them to users
+    shown: list[int] | None  # versions of the unsharded parameters when a forward left them to users
 
     def __init__(
         self,
@@ -164,6 +164,7 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             groups: dict[BucketKey, list[ShardedParameter]] = {}
             for parameter in self.parameters:
+                parameter.drop_unsharded()
                 groups.setdefault(self.policy.form.group(parameter), []).append(parameter)
             self.buckets = [self._bucket(group) for group in groups.values()]
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
@@ -224,12 +225,15 @@ class Unit:
         for parameter in self.parameters:
             if parameter.is_registered():
                 continue
-            value, local = value_of(parameter.accept_replacement()), parameter.local
+            moved, local = not parameter.is_assigned(), parameter.local
+            value = value_of(parameter.accept_replacement())
             if parameter.offloaded and value.device.type not in ("cpu", "meta"):
                 raise FullshardError(
                     f"{parameter.describe()} was moved to {value.device}, but its unit offloads it to the CPU "
                     "(CPUOffloadPolicy); keep the module, and tensors that are loaded into it, on the CPU"
                 )
+            if moved and local.device.type != "meta":
+                parameter.follow(value.device)
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:
             self.rebuild()
@@ -245,6 +249,12 @@ class Unit:
             self.rebuild()
         if not self.registration.is_registered():
             self.write_back()
+        self._check_data()
+
+    def _check_data(self) -> None:
+        self.registration.check_data()
+        for bucket in self.buckets:
+            bucket.check_data()
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -260,8 +270,10 @@ class Unit:
             self.reshard()
         if not current:
             self.write_back()
-        self._move_parameters(ParameterState.UNSHARDED)
         from_subgroup = hooks.in_backward()
+        if not from_subgroup:
+            self._check_data()
+        self._move_parameters(ParameterState.UNSHARDED)
         return [
             (bucket, all_gathers) for bucket in self.buckets if (all_gathers := bucket.prepare_unshard(from_subgroup))
         ]
@@ -281,7 +293,7 @@ class Unit:
 
     def show_unsharded(self) -> None:
         """Leave the unsharded parameters to users after a forward: what they write to them counts."""
-        self.shown = [_contents(parameter.unsharded) for parameter in self.parameters]
+        self.shown = [parameter.unsharded._version for parameter in self.parameters]
 
     def _write_back_unsharded(self) -> None:
         """Write what users have written to unsharded parameters since ``show_unsharded`` into the shards.
@@ -290,12 +302,12 @@ class Unit:
             FullshardError: If the shards have another dtype, in which other elements would be rounded.
         """
         shown, self.shown = self.shown, None
-        if shown is None or shown == [_contents(parameter.unsharded) for parameter in self.parameters]:
+        if shown is None or shown == [parameter.unsharded._version for parameter in self.parameters]:
             return
-        before = {id(parameter): contents for parameter, contents in zip(self.parameters, shown, strict=True)}
+        before = {id(parameter): version for parameter, version in zip(self.parameters, shown, strict=True)}
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
-                written = [_contents(p.unsharded) != before[id(p)] for p in bucket.parameters]
+                written = [p.unsharded._version != before[id(p)] for p in bucket.parameters]
                 for parameter in itertools.compress(bucket.parameters, written):
                     if parameter.unsharded.dtype is not parameter.local.dtype:
                         raise FullshardError(
@@ -452,8 +464,3 @@ class Unit:
         self.phase = Phase.IDLE
         self.modules_run.clear()
         self.free_after_failure()
-
-
-def _contents(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return what changes if users write to a parameter, or assign to its ``data``."""
-    return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -289,7 +290,8 @@ class ShardedModule(nn.Module):
         unit.reshard()
         for parameter in unit.parameters:
             parameter.remember_attributes()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with _same_objects(fn, unit):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         unit.write_back()
         return self
 
@@ -387,6 +389,20 @@ def _changes(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor
     before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     after = fn(before)
     return after.dtype is not before.dtype or after.device != before.device
+
+
+@contextlib.contextmanager
+def _same_objects(fn: Callable[[torch.Tensor], torch.Tensor], unit: Unit) -> Iterator[None]:
+    """Have ``nn.Module._apply`` keep parameter objects, as it does those of DTensors: optimizers have them."""
+    future, swaps = torch.__future__, torch.__future__.get_swap_module_params_on_conversion()
+    for before in (torch.empty(0, dtype=p.sharded.dtype, device=p.sharded.device) for p in unit.parameters):
+        sets_data = torch._has_compatible_shallow_copy_type(before, fn(before))
+        if future.get_overwrite_module_params_on_conversion() or not sets_data:
+            future.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(swaps)
 
 
 def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:

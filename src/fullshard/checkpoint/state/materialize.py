@@ -202,9 +202,8 @@ def _give_memory(meta: _MetaTensor, device: torch.device) -> torch.Tensor:
 
 def _device_of(tensor: torch.Tensor, default: torch.device) -> torch.device:
     managed = managed_by(tensor)
-    unit = managed.unit() if managed is not None and managed.owned else None
-    if managed is not None and unit is not None:
-        return torch.device("cpu") if managed.offloaded else unit.mesh.device
+    if managed is not None and managed.owned:
+        return managed.at_rest
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else default
 
 

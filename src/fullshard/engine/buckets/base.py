@@ -21,6 +21,7 @@ from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTe
 from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput
+from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
 from fullshard.progress import PROGRESS, UnitName
@@ -104,6 +105,9 @@ class Bucket:
     def unsharded_bytes(self) -> int:
         """Bytes of all parameters when unsharded; of tensor subclasses, as they would be without."""
         return sum(parameter.shape.numel for parameter in self.parameters) * self.storage.param_dtype.itemsize
+
+    def check_data(self) -> None:
+        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
 
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next.
@@ -238,6 +242,11 @@ class Bucket:
         """
         if self.is_unsharded:
             return []
+        if (away := self.parameters[0].away) is not None:
+            raise FullshardError(
+                f"{self.parameters[0].describe()} was moved to {away}, but its unit computes on {self.mesh.device}; "
+                f"move the model back before it runs: model.to({str(self.mesh.device)!r})"
+            )
         self._in_flight, self.is_unsharded = self._all_gathers(from_subgroup), True
         return self._in_flight
 
@@ -336,11 +345,21 @@ class BufferBucket(Bucket):
     _subgroup_all_gather: BucketAllGather | None  # fills it from a subgroup
     _subgroup_shard: Buffer | None  # what this rank keeps for that; memory only while it does
     _made: bool  # the unsharded parameters exist
+    _references: int  # to the memory of the unsharded buffer, when it was made
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
         self._unsharded = self._all_gather = self._subgroup_all_gather = self._subgroup_shard = None
-        self._made = False
+        self._made, self._references = False, 0
+
+    def check_data(self) -> None:
+        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
+        if not self._made or (self._unsharded is not None and self._unsharded.references >= self._references):
+            return
+        for parameter in self.parameters:
+            memory = parameter.local if self._unsharded is None else self._unsharded.tensor(0, (0,), (1,))
+            if not parameter.placement.own and not torch._C._is_alias_of(parameter.unsharded, memory):  # type: ignore[attr-defined]
+                raise parameter.lost_data()
 
     def change_transports(self, mesh: ShardMesh) -> None:
         """Communicate through ``mesh`` from now on: all-gathers, and at the next reduction its plan, are new."""
@@ -369,11 +388,10 @@ class BufferBucket(Bucket):
 
     def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
         """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
-        if value.device.type == "meta":
-            return torch.zeros(numel, dtype=value.dtype, device="meta")
-        if self.storage.offload:
+        if self.storage.offload and value.device.type != "meta":
             return host_buffer(numel, value.dtype, pin=self.storage.pin_memory).zero_()
-        return torch.zeros(numel, dtype=value.dtype, device=self.mesh.device)
+        device = value.device if value.device.type == "meta" else self.parameters[0].at_rest
+        return torch.zeros(numel, dtype=value.dtype, device=device)
 
     def _move_shards(self) -> None:
         """Lay out the shard buffer anew if the layout depends on the transport."""
@@ -429,6 +447,7 @@ class BufferBucket(Bucket):
         for parameter, slot in zip(self.parameters, slots, strict=True):
             shape, offset = parameter.shape, slot.unsharded_offset
             parameter.set_unsharded(unsharded.tensor(offset, shape.shape, shape.stride), reduce_dtype)
+        self._references = unsharded.references
         unsharded.free()  # its first memory is of the compute stream, whatever an all-gather allocates on
         self._unsharded, self._all_gather = unsharded, all_gather
 

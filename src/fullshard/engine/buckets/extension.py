@@ -96,7 +96,7 @@ class ExtensionBucket(Bucket):
             return local
         if self.storage.offload:
             return local if local.device.type == "cpu" else to_host(local, pin=self.storage.pin_memory)
-        return local.to(self.mesh.device)
+        return local.to(self.parameters[0].at_rest)
 
     def write_back(self) -> None:
         """Register replaced local tensors themselves, for users may have put attributes on them."""

@@ -47,6 +47,10 @@ class FlatBucket(SliceBucket):
         self.handle = handle
         for parameter in self.flat_parameters:
             parameter.handle = handle
+            if parameter.shard is not None and parameter.shard.numel:  # on the storage that users may free and refill
+                start = parameter.shard.offset
+                local = parameter.local
+                parameter.place(self.shard_buffer.as_strided(local.shape, local.stride(), start))
         layout, last = self.layout, self.layout.slots[-1]
         end = last.unsharded_offset + last.parameter.numel
         # DTensors are cut as torch.chunk cuts: only where that gives our slices can the padding be left out.

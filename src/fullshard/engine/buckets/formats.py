@@ -35,7 +35,7 @@ class BucketKey(NamedTuple):
     mesh: ShardMesh
     dtype: torch.dtype
     on_meta: bool
-    offloaded: bool
+    at_rest: torch.device
     group: object
 
 
@@ -72,7 +72,7 @@ class ShardingFormat:
         value = value_of(parameter.sharded)
         apart = self._kept_apart(parameter, value)
         mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
-        return BucketKey(mesh, value.dtype, on_meta, parameter.offloaded, apart)
+        return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, apart)
 
     def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         return has_all_gather_hooks(value, parameter.fqn)

@@ -65,12 +65,16 @@ class FlatShardedParameter(SliceParameter):
         old, self.local = self.sharded, local
         if old.grad is not None and old.grad.shape != local.shape:
             old.grad = None  # unsharded, from before the parameter was sharded
+        self._set_data(local)
+        self.sharded.__dict__.update(self.attributes)
+        mark(self.sharded, self)
+
+    def _set_data(self, local: torch.Tensor) -> None:
+        old = self.sharded
         if isinstance(old, DTensor) or not torch._has_compatible_shallow_copy_type(old, local):
             self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
         else:
             old.data = local
-        self.sharded.__dict__.update(self.attributes)
-        mark(self.sharded, self)
 
     def forget_layout(self, value: torch.Tensor) -> None:
         """Hold ``value``, the whole parameter, until it is laid out anew; a flat parameter that it was in is gone."""
@@ -94,6 +98,10 @@ class FlatShardedParameter(SliceParameter):
             return bool(torch._C._is_alias_of(sharded, local))  # type: ignore[attr-defined]
         return sharded.data_ptr() == local.data_ptr()
 
+    def is_assigned(self) -> bool:
+        """True if a module holds another parameter object than the one that is managed, or visible."""
+        return super().is_assigned() if self.handle is None else self.handle.is_assigned()
+
     def accept_replacement(self) -> nn.Parameter:
         """Manage the parameter that the user has put into the module; its value is written back afterwards.
 
@@ -107,7 +115,7 @@ class FlatShardedParameter(SliceParameter):
                     f"cannot write back {self.describe()}: with use_orig_params=False a parameter cannot be assigned "
                     "to the module; edit it inside summon_full_params, or set use_orig_params=True"
                 )
-            self.sharded.data = self.handle.registered_shard(self)
+            self._set_data(self.handle.registered_shard(self))
             return self.sharded
         found = next((other for other in held if other is not self.sharded), self.sharded)
         if not isinstance(found, nn.Parameter):
@@ -198,6 +206,7 @@ class FlatParamHandle:
     parameters: dict[str, nn.Parameter | None]  # of the module
     sharded_parameters: list[FlatShardedParameter]  # the original ones, whose shards lie in the buffer, in order
     _shard_buffer: torch.Tensor  # 1-D
+    _address: int  # of that: users may free its storage, and allocate it elsewhere
 
     def __init__(
         self,
@@ -208,12 +217,10 @@ class FlatParamHandle:
     ) -> None:
         self.name, self.parameters = name, module._parameters
         self.sharded_parameters, self._shard_buffer = list(sharded_parameters), shard_buffer
+        self._address = shard_buffer.data_ptr()
         requires_grad = sharded_parameters[0].sharded.requires_grad
-        flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, shard_buffer.detach(), requires_grad)
-        flat.fqns = tuple(parameter.fqn for parameter in sharded_parameters)
-        flat.shapes = tuple(parameter.placement.shape for parameter in sharded_parameters)
-        self.flat = flat
-        mark(flat, sharded_parameters[0])
+        self.flat = torch.Tensor._make_subclass(FlatParameter, shard_buffer.detach(), requires_grad)
+        self._describe()
         if any(parameter.sharded.grad is not None for parameter in sharded_parameters):
             self._move_gradients()
 
@@ -227,14 +234,26 @@ class FlatParamHandle:
             if gradient is not None and parameter.shard is not None:
                 self.flat.grad.narrow(0, parameter.shard.offset, parameter.shard.numel).copy_(gradient.reshape(-1))
 
+    def _describe(self) -> None:
+        self.flat.__class__ = FlatParameter  # a move that swaps tensors swaps classes and attributes too
+        self.flat.fqns = tuple(parameter.fqn for parameter in self.sharded_parameters)
+        self.flat.shapes = tuple(parameter.placement.shape for parameter in self.sharded_parameters)
+        mark(self.flat, self.sharded_parameters[0])
+
     def point_at(self, shard_buffer: torch.Tensor) -> None:
         """Make a shard buffer, the present one or another, the data of the flat parameter (again)."""
         self.flat.data = self._shard_buffer = shard_buffer
+        self._address = shard_buffer.data_ptr()
+        self._describe()
 
     def is_registered(self) -> bool:
         """True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
-        return self.parameters.get(self.name) is flat and flat.data_ptr() == self._shard_buffer.data_ptr()
+        return not self.is_assigned() and flat.data_ptr() == self._address
+
+    def is_assigned(self) -> bool:
+        """True if the module holds another parameter object."""
+        return self.parameters.get(self.name) is not self.flat
 
     def registered_shard(self, parameter: FlatShardedParameter) -> torch.Tensor:
         """Return the shard of one original parameter in the flat parameter that the module holds now.
@@ -253,6 +272,11 @@ class FlatParamHandle:
             raise FullshardError(
                 f"cannot write back the flat parameter {self.name}: its shape was changed to {tuple(value.shape)}, "
                 f"expected {tuple(self._shard_buffer.shape)}; edit parameters inside summon_full_params"
+            )
+        if not value.data_ptr() and value.device.type != "meta":
+            raise FullshardError(
+                f"the flat parameter {self.name} has no memory: its storage was resized to 0 bytes; resize it back to "
+                f"{value.numel() * value.itemsize} bytes, and copy its values there, before it is used"
             )
         assert parameter.shard is not None
         local, flat = parameter.local, value_of(value)

@@ -254,6 +254,18 @@ class RaggedDTensor(DTensor):
             )
         return self.unsharded().redistribute(device_mesh, placements, **options)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its graph. If one of the same placements is assigned, its local tensor becomes this one's."""
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, RaggedDTensor) and value._spec == self._spec:
+            self._local_tensor = value._local_tensor.detach()
+        else:
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+
     # ---------------------------------------------------------------- distributed checkpoint
 
     def chunks(self) -> list[tuple[Region, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter
 
@@ -18,12 +19,14 @@ class Registration:
     copies: bool  # the modules hold copies
     _plain: list[tuple[dict[str, nn.Parameter | None], str, ShardedParameter]]  # see Owner.plain
     _others: list[tuple[Owner, ShardedParameter]]
+    _dtensors: list[ShardedParameter]
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         owned = [(owner, parameter) for parameter in parameters for owner in parameter.owners]
         self.unsharded = self.copies = False
         self._plain = [(owner.parameters, owner.name, parameter) for owner, parameter in owned if owner.plain]
         self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
+        self._dtensors = [parameter for parameter in parameters if isinstance(parameter.sharded, DTensor)]
 
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again, as far as users have not replaced the unsharded ones."""
@@ -67,6 +70,11 @@ class Registration:
 
     def remove(self) -> None:
         """Unregister additional parameters, such as flat ones, before the unit is destroyed."""
+
+    def check_data(self) -> None:
+        """Raise FullshardError if ``.data`` of a sharded parameter was assigned to, see [Note: Assigned data]."""
+        for parameter in self._dtensors:
+            parameter.check_data()
 
     def is_registered(self) -> bool:
         """True if the modules hold the sharded parameters, on the shard buffers, see [Note: Write-back]."""

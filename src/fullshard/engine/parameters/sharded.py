@@ -15,7 +15,15 @@ For each managed parameter there are three tensors:
 Users replace registered parameters: ``load_state_dict(assign=True)`` assigns new objects, ``to_empty`` and ``to`` to
 another dtype swap the contents of the old ones. Before an idle unit is unsharded, its registered parameters are
 compared (by identity) with those that the unit knows, and the values of replaced ones are written into the shard
-buffer, or into a new one if dtype or device changed.
+buffer, or into a new one if dtype or device changed. A parameter object that was moved (``model.to("cpu")``) has its
+shard where it was moved to, and an assigned one is brought to where the shard was.
+
+[Note: Assigned data]
+``p.data = value`` replaces only what torch keeps of a DTensor in C++: its sizes and a storage without memory. The local
+tensor stays, and ``value`` is lost. So before a forward the address of that storage is compared, and the assignment
+raises. ``p.data`` itself, and what is a view of it, share the storage: ``p.data = p.data`` changes nothing. An
+unsharded parameter is plain, and takes the memory of the value: no all-gather would fill it any more. Then the bucket's
+memory has fewer references than when it was made.
 
 [Note: Who owns a gradient]
 A gradient that autograd accumulates may share its memory with any other tensor: the gradients of ``a`` and ``b`` in
@@ -28,6 +36,7 @@ fullshard, where the second ``backward()`` of that sum is wrong). The sum of two
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import OrderedDict
@@ -98,6 +107,7 @@ class ShardedParameter:
     pending_owners: tuple[Owner, ...]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
     sharded: nn.Parameter
     local: torch.Tensor
+    outer: torch.UntypedStorage  # that the DTensor itself refers to, see [Note: Assigned data]
     unsharded: nn.Parameter
     followed: bool  # its flag requires_grad, as the sharded one had it when they were last compared
     reduce_dtype: torch.dtype  # of its gradients
@@ -106,6 +116,7 @@ class ShardedParameter:
     shape: ParameterShape  # of the unsharded parameter, without its own tensor parallelism
     unit: weakref.ref[Any]  # that owns the parameter; opaque here
     offloaded: bool  # its shard is in CPU memory, wherever it is computed with
+    away: torch.device | None = None  # where the user has moved the shard: it cannot be computed with from there
     on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
     attributes: dict[str, Any]  # that users have set on the parameter object
     unreduced_grad: torch.Tensor | None  # the gradient of ``unsharded`` that is still to be reduced
@@ -143,21 +154,35 @@ class ShardedParameter:
     def _place(self, local: torch.Tensor, spec: DTensorSpec) -> None:
         old = self.sharded
         self.spec, self.local = spec, local
-        if (
-            isinstance(old, DTensor)
-            and old.placements == self.spec.placements
-            and old.dtype == local.dtype
-            and old.device == local.device
-        ):
-            old._local_tensor = local
-            old._spec = self.spec
+        known = isinstance(old, DTensor) and old.placements == spec.placements and old.dtype == local.dtype
+        if known and old.device == local.device:
+            old._local_tensor = local  # type: ignore[attr-defined]
+            old._spec = spec  # type: ignore[attr-defined]
         else:
-            self.sharded = dtensor_parameter(local, self.spec, requires_grad=old.requires_grad)
-            if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
-                moved = old.grad.device == old.device  # along with the parameter
-                self.sharded.grad = old.grad.to(local.device) if moved else old.grad
+            self.sharded = dtensor_parameter(local, spec, requires_grad=old.requires_grad)
+        if known and old.device != local.device:
+            gradient, old.grad = old.grad, None
+            moved = gradient is not None and gradient.device == old.device  # along with the parameter
+            with contextlib.suppress(RuntimeError):  # something else refers to it: it stays where it is
+                torch.utils.swap_tensors(old, self.sharded)  # type: ignore[no-untyped-call]
+                self.sharded = old  # which optimizers may have
+            self.sharded.grad = gradient.to(local.device) if moved and gradient is not None else gradient
+        self.outer = self.sharded.untyped_storage()
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, self)
+
+    def check_data(self) -> None:
+        """Raise FullshardError if a value was assigned to the DTensor's ``.data``, see [Note: Assigned data]."""
+        if torch._C._storage_address(self.sharded) != self.outer._cdata:  # type: ignore[attr-defined]
+            raise self.lost_data()
+
+    def lost_data(self) -> FullshardError:
+        """The error for a value that was assigned to ``.data``."""
+        return FullshardError(
+            f"{self.fqn}: a tensor was assigned to .data of this parameter, which does not reach its shard; write the "
+            "value in place, param.data.copy_(value), with the value as a DTensor of its placements where the "
+            "parameter is one, and not while the parameters are unsharded"
+        )
 
     def set_unsharded(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
         """Make the unsharded parameter on the memory of ``tensor`` (its local tensor, if it is a DTensor)."""
@@ -295,6 +320,10 @@ class ShardedParameter:
                 return False
         return sharded._local_tensor is self.local  # type: ignore[attr-defined]
 
+    def is_assigned(self) -> bool:
+        """True if a module holds another parameter object than the one that is managed."""
+        return any(owner.held() is not self.sharded for owner in self.owners)
+
     def accept_replacement(self) -> nn.Parameter:
         """Manage the parameter that the user has put into the module; its value is written back afterwards.
 
@@ -332,6 +361,17 @@ class ShardedParameter:
         return found
 
     @property
+    def at_rest(self) -> torch.device:
+        """The device of its shard, unless that has no values yet."""
+        return self.away or (torch.device("cpu") if self.offloaded else self.placement.mesh.device)
+
+    def follow(self, device: torch.device) -> None:
+        """Have the shard rest on ``device``, to which the user has moved it."""
+        self.away = None
+        if device.type != "meta" and device != self.at_rest:
+            self.away = device
+
+    @property
     def owned(self) -> bool:
         """True if a unit owns the parameter."""
         return hasattr(self, "unit")
@@ -340,6 +380,10 @@ class ShardedParameter:
     def has_unsharded(self) -> bool:
         """True if the unsharded parameter has been made."""
         return hasattr(self, "unsharded")
+
+    def drop_unsharded(self) -> None:
+        """Forget the unsharded parameter, which may lie on a shard buffer that there is no more."""
+        vars(self).pop("unsharded", None)
 
     def drop_unreduced_gradient(self) -> None:
         """Drop the unreduced gradient."""
@@ -355,7 +399,9 @@ class ShardedParameter:
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
-        return type(self)(memo[id(self.sharded)], owners, self.fqns, self.placement, self.shape)
+        copied = type(self)(memo[id(self.sharded)], owners, self.fqns, self.placement, self.shape)
+        copied.away = self.away
+        return copied
 
     def describe(self) -> str:
         """Return FQN, global shape and dtype, for errors."""
