@@ -82,7 +82,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "optim/local/local_tensors.py",
-        "        elif isinstance(entry, torch.Tensor) and entry.dim():\n",
+        "        elif isinstance(entry, torch.Tensor) and (isinstance(entry, DTensor) or entry.dim()):\n",
         "        elif False:\n",
         "A fused optimizer takes the beginning of an unsharded tensor for this rank's state.",
         ("engine/test_ragged.py",),

@@ -77,7 +77,7 @@ def local_tensors(optimizer: torch.optim.Optimizer, local_state: State) -> list[
                 if tensor.known is not None:
                     local_state[tensor.local] = tensor.known if tensor.gradient is None else dict(tensor.known)
             found.append(tensor)
-    local_state.update((key, entries) for key, entries in state.items() if not isinstance(key, torch.Tensor))
+    local_state.update(_shared_entries(state))
     return found
 
 
@@ -85,31 +85,39 @@ def _local_tensor(
     group: int, parameter: torch.Tensor, gradient: torch.Tensor, entries: StateEntries | None
 ) -> LocalTensor:
     """Return what is stepped for a parameter: its shard, or the parameter itself."""
-    itself = LocalTensor(group, parameter, parameter)
-    if type(parameter) not in SHARDED_TYPES or type(gradient) is not type(parameter):
-        return itself
+    kind = type(parameter)
+    if kind not in SHARDED_TYPES or type(gradient) is not kind:
+        return LocalTensor(group, parameter, parameter)
     assert isinstance(parameter, DTensor)
     assert isinstance(gradient, DTensor)
     local, own = parameter._local_tensor, gradient._local_tensor
-    if not _is_alike(gradient, parameter) or not _lie_alike(own, local):
-        return itself
-    known: StateEntries | None = None if entries is None else {}
-    is_scalar = not local.dim()
-    for name, entry in () if entries is None else entries.items():
-        if isinstance(entry, DTensor):
-            value = entry._local_tensor
-            if type(entry) is not type(parameter) or not _is_alike(entry, parameter) or value.shape != local.shape:
-                return itself
-            known[name] = value.view(1) if is_scalar else value  # type: ignore[index]
-        elif isinstance(entry, torch.Tensor) and entry.dim():
-            return itself  # maybe of the unsharded parameter: a fused kernel would take the beginning of it
-        else:
-            known[name] = entry  # type: ignore[index]
-    if is_scalar:
+    known = _local_entries(parameter, entries) if _is_alike(gradient, parameter) and _lie_alike(own, local) else None
+    if known is None:
+        return LocalTensor(group, parameter, parameter)
+    if not local.dim():
         local, own = local.view(1), own.view(1)
     elif local.requires_grad or own.dtype is not local.dtype:
         local = local.detach()
-    return LocalTensor(group, parameter, local, own, known)
+    return LocalTensor(group, parameter, local, own, None if entries is None else known)
+
+
+def _local_entries(parameter: DTensor, entries: StateEntries | None) -> StateEntries | None:
+    """Return the state of the local tensor of a parameter; None if it has entries that are no state of it."""
+    if not entries:
+        return {}
+    local, known = parameter._local_tensor, {}
+    shape, kind = local.shape, type(parameter)
+    for name, entry in entries.items():
+        if type(entry) is kind:
+            value = entry._local_tensor
+            if not _is_alike(entry, parameter) or value.shape != shape:
+                return None
+            known[name] = value if shape else value.view(1)
+        elif isinstance(entry, torch.Tensor) and (isinstance(entry, DTensor) or entry.dim()):
+            return None  # maybe of the unsharded parameter: a fused kernel would take the beginning of it
+        else:
+            known[name] = entry
+    return known
 
 
 def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:
@@ -155,7 +163,13 @@ def write_back(optimizer: torch.optim.Optimizer, tensors: list[LocalTensor], loc
                 if name not in before or before[name] is not entry:
                     entries[name] = _user_entry(entry, tensor)
             tensor.known = dict(left)
-    state.update((key, entries) for key, entries in local_state.items() if not isinstance(key, torch.Tensor))
+    state.update(_shared_entries(local_state))
+
+
+def _shared_entries(state: State) -> State:
+    """Return the entries of a state that belong to no parameter."""
+    others = {kind for kind in set(map(type, state)) if not issubclass(kind, torch.Tensor)}
+    return {key: entries for key, entries in state.items() if type(key) in others} if others else {}
 
 
 def _user_entry(entry: Any, tensor: LocalTensor) -> Any:

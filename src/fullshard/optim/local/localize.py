@@ -28,7 +28,7 @@ import inspect
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeVar
@@ -40,9 +40,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.optimizer_steps import managed_parameters
-from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep
+from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep, own_step
 
-__all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "stepping_dtensors", "usable_step"]
+__all__ = ["local_step_of", "localize", "step_local_tensors", "stepping_dtensors", "usable_step"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -144,7 +144,7 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
     if reason is not None:
         warnings.warn(f"localize: {type(optimizer).__name__} is left unchanged: {reason}", stacklevel=2)
     else:
-        vars(optimizer)[_STEP] = LocalStep(own_step(type(optimizer)))
+        vars(optimizer)[_STEP] = LocalStep()
         _add_hook()
     return optimizer
 
@@ -171,15 +171,6 @@ def _is_default() -> bool:
 
 
 # ---------------------------------------------------------------- classes of optimizers
-
-
-def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return ``step`` of a class of optimizers without torch's hooks around it."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
 
 
 def _is_known(kind: type[Any]) -> bool:
@@ -282,7 +273,7 @@ def usable_step(optimizer: Optimizer) -> LocalStep | None:
     if _STEP not in attributes:
         if not _is_default() or not managed_parameters(optimizer) or _unsupported_reason(optimizer, None) is not None:
             return None
-        attributes[_STEP] = LocalStep(own_step(type(optimizer)))
+        attributes[_STEP] = LocalStep()
     step: LocalStep | None = attributes[_STEP]
     if step is None or step.is_running:  # a step of the user's that calls that of its base class
         return None

@@ -17,11 +17,20 @@ from torch.distributed.tensor import DTensor
 from fullshard.optim.local.local_tensors import LocalTensor, State, StateEntries, local_tensors, write_back
 from fullshard.profiling import profiled
 
-__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule"]
+__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule", "own_step"]
 
 
 # Attributes of an optimizer that steps without hooks of its own.
 WITHOUT_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+
+
+def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of a class of optimizers without torch's hooks around it."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
 
 
 class StepSchedule(Protocol):
@@ -42,20 +51,14 @@ class DividedStep(Protocol):
 
 
 class LocalStep:
-    """How an optimizer steps local tensors: it keeps none of them, see [Note: Local tensors].
-
-    Args:
-        inner: The optimizer's own step, without hooks: called with the optimizer and the user's further arguments.
-    """
+    """How an optimizer steps local tensors: it keeps none of them, see [Note: Local tensors]."""
 
     schedule: StepSchedule | None  # None: all at once
     is_running: bool
     offload: DividedStep | None  # None: state stays on the device
-    _inner: Callable[..., Any]
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self._inner, self.schedule = inner, None
-        self.is_running, self.offload = False, None
+    def __init__(self) -> None:
+        self.schedule, self.is_running, self.offload = None, False, None
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +124,7 @@ class LocalStep:
         attributes.update(replaced)
         try:
             _set_gradients(tensors)
-            self._inner(optimizer, *args, **kwargs)
+            own_step(type(optimizer))(optimizer, *args, **kwargs)
         finally:
             attributes.update(users)
             for tensor in tensors:
