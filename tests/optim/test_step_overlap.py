@@ -61,7 +61,7 @@ class Watched:
         plain = LocalStep._step_tensors
 
         def stepped(local: LocalStep, optimizer: Any, pieces: Any, *args: Any, **kwargs: Any) -> Any:
-            members = [names[id(m.parameter)].rsplit(".", 2)[0] for piece in pieces for m in piece.members]
+            members = [names[id(piece.parameter)].rsplit(".", 2)[0] for piece in pieces]
             self.events.append(
                 "step " + " ".join(dict.fromkeys("root" if n in ("first", "last") else n for n in members))
             )

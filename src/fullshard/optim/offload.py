@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.memory import CommStream, PendingWork, host_buffer, make_comm_stream
-from fullshard.optim.local.local_tensors import LocalTensor
+from fullshard.optim.local.local_tensors import LocalTensor, local_of, owning_unit
 from fullshard.optim.local.localize import local_step_of, localize
-from fullshard.optim.local.plan import local_of, owning_unit
 
 __all__ = ["StateOffload", "offload"]
 
@@ -122,7 +121,7 @@ class _Part:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(tensor.parameter.nbytes for tensor in self.tensors)
+        return sum(tensor.local.nbytes for tensor in self.tensors)
 
     def finish(self) -> None:
         """Have the current stream wait for the copies that were begun last, and free what they no longer need."""
@@ -189,11 +188,11 @@ class StateOffload:
         chosen, rest = self._chosen(optimizer), []
         by_device: dict[torch.device, list[_Part]] = {}
         for tensor in tensors:
-            if id(tensor.members[0].parameter) not in chosen:
+            if id(tensor.parameter) not in chosen:
                 _bring_to_device(tensor, state)
                 rest.append(tensor)
                 continue
-            parts = by_device.setdefault(tensor.parameter.device, [])
+            parts = by_device.setdefault(tensor.local.device, [])
             if not parts or parts[-1].nbytes >= PART_BYTES:
                 parts.append(_Part())
             parts[-1].tensors.append(tensor)
@@ -226,9 +225,9 @@ class StateOffload:
         found = [
             (entries, name, entry)
             for tensor in part.tensors
-            for entries in (state.get(tensor.parameter, {}),)
+            for entries in (state.get(tensor.local, {}),)
             for name, entry in entries.items()
-            if _is_elementwise_entry(entry, tensor.parameter) and entry.device.type == "cpu"
+            if _is_elementwise_entry(entry, tensor.local) and entry.device.type == "cpu"
         ]
         copies: list[torch.Tensor] = []
 
@@ -249,9 +248,9 @@ class StateOffload:
         """Begin to copy the state of a part, which has been stepped, to host memory: where it was, or to new memory."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in part.tensors:
-            entries = state.get(tensor.parameter, {})
+            entries = state.get(tensor.local, {})
             for name, entry in entries.items():
-                if not _is_elementwise_entry(entry, tensor.parameter) or entry.device.type == "cpu":
+                if not _is_elementwise_entry(entry, tensor.local) or entry.device.type == "cpu":
                     continue
                 local, home = local_of(entry), part.homes.get((id(entries), name))
                 if (
@@ -274,9 +273,9 @@ class StateOffload:
 
 def _bring_to_device(tensor: LocalTensor, state: _State) -> None:
     """Move state that stays on the device there, if something else has put it on the host, such as a load."""
-    device, entries = tensor.parameter.device, state.get(tensor.parameter, {})
+    device, entries = tensor.local.device, state.get(tensor.local, {})
     for name, entry in entries.items():
-        if device.type != "cpu" and _is_elementwise_entry(entry, tensor.parameter) and entry.device.type == "cpu":
+        if device.type != "cpu" and _is_elementwise_entry(entry, tensor.local) and entry.device.type == "cpu":
             entries[name] = _like(entry, local_of(entry).to(device))
 
 

@@ -15,9 +15,8 @@ from fullshard.engine.ownership import unit_of
 from fullshard.engine.runtime import Runtime, ensure_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
-from fullshard.optim.local.local_tensors import LocalTensor
+from fullshard.optim.local.local_tensors import LocalTensor, owning_unit
 from fullshard.optim.local.localize import local_step_of, localize
-from fullshard.optim.local.plan import owning_unit
 
 __all__ = ["overlap"]
 
@@ -92,14 +91,9 @@ class OverlappedStep:
     _optimizer: weakref.ref[Optimizer]
     _root: weakref.ref[Unit]
     _in_flight: set[int]  # ids of the parameters whose gradients are in flight
-    _tensors: Sequence[LocalTensor]  # that the following are about; others whenever parameters change
-    _units: list[weakref.ref[Unit]]  # of the optimizer's parameters
-    _ids: set[int]  # of the optimizer's parameters
-    _splits: dict[tuple[frozenset[int], frozenset[int]], list[list[LocalTensor]]]  # by units, parameters in flight
 
     def __init__(self, optimizer: Optimizer, root: Unit) -> None:
         self._optimizer, self._root, self._in_flight = weakref.ref(optimizer), root.ref, set()
-        self._tensors, self._units, self._ids, self._splits = (), [], set(), {}
 
     @contextlib.contextmanager
     def inspecting_gradients(self) -> Iterator[None]:
@@ -122,17 +116,15 @@ class OverlappedStep:
             yield tensors
             return
         assert optimizer is not None, "the optimizer is stepping"
-        if tensors is not self._tensors:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            units = {id(unit): unit for unit in map(owning_unit, parameters) if unit is not None}
-            self._tensors, self._units = tensors, [unit.ref for unit in units.values()]
-            self._ids, self._splits = set(map(id, parameters)), {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids, units = set(map(id, parameters)), {id(unit): unit for unit in map(owning_unit, parameters)}
         unshards_by_itself.add(optimizer)
-        for unit in (ref() for ref in self._units):
+        for unit in units.values():
             if unit is not None:
                 unit.mark_out_of_date()
-        launches = [units for units in runtime.prefetcher.first_in_forward() if all(map(self._steps_all_of, units))]
-        before, soon, after = self._split(frozenset(id(unit) for units in launches for unit in units))
+        launches = runtime.prefetcher.first_in_forward()
+        launches = [first for first in launches if all(_are_stepped(unit, ids) for unit in first)]
+        before, soon, after = self._split(tensors, {id(unit) for first in launches for unit in first})
         try:
             if before:
                 yield before
@@ -161,32 +153,29 @@ class OverlappedStep:
             )
         return None if runtime is None or runtime.busy else runtime
 
-    def _steps_all_of(self, unit: Unit) -> bool:
-        """Return True if this optimizer steps all parameters of the unit, so that it can be unsharded afterwards."""
-        parameters = (parameter for bucket in unit.buckets for parameter in bucket.optimizer_parameters)
-        return all(id(parameter) in self._ids or not parameter.requires_grad for parameter in parameters)
-
-    def _split(self, first: frozenset[int]) -> list[list[LocalTensor]]:
+    def _split(self, tensors: Sequence[LocalTensor], first: set[int]) -> list[list[LocalTensor]]:
         """Split the tensors into those to step first, in the middle (gradients in flight, or needed first in forward),
         and last; ``first`` are the ids of the units that are unsharded next.
         """
-        key = first, frozenset(self._in_flight)
-        if key not in self._splits:
-            soon: list[LocalTensor] = []
-            other: list[LocalTensor] = []
-            for tensor in self._tensors:
-                parameters = [member.parameter for member in tensor.members]
-                late = any(id(parameter) in self._in_flight for parameter in parameters)
-                begins = any(id(owning_unit(parameter)) in first for parameter in parameters)
-                (soon if late or begins else other).append(tensor)
-            before = _first_half(other) if self._in_flight else 0
-            self._splits = {key: [other[:before], soon, other[before:]]}
-        return self._splits[key]
+        soon: list[LocalTensor] = []
+        other: list[LocalTensor] = []
+        for tensor in tensors:
+            parameter = tensor.parameter
+            in_middle = id(parameter) in self._in_flight or id(owning_unit(parameter)) in first
+            (soon if in_middle else other).append(tensor)
+        before = _first_half(other) if self._in_flight else 0
+        return [other[:before], soon, other[before:]]
+
+
+def _are_stepped(unit: Unit, ids: set[int]) -> bool:
+    """Return True if the parameters of the unit are among those with ``ids``: it can be unsharded after their step."""
+    parameters = (parameter for bucket in unit.buckets for parameter in bucket.optimizer_parameters)
+    return all(id(parameter) in ids or not parameter.requires_grad for parameter in parameters)
 
 
 def _first_half(tensors: Sequence[LocalTensor]) -> int:
     """Return how many of the tensors, from the first, hold half of all elements."""
-    sizes = [tensor.parameter.numel() for tensor in tensors]
+    sizes = [tensor.local.numel() for tensor in tensors]
     passed = 0
     for index, size in enumerate(sizes):
         passed += size

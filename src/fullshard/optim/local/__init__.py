@@ -1,5 +1,5 @@
 """Stock optimizers that step plain local tensors in place of DTensors.
 
 - ``localize.py``  the functions; ``step.py``: one step
-- ``plan.py``, ``local_tensors.py``  the tensors that are stepped
+- ``local_tensors.py``  the tensors that are stepped
 """

@@ -1,19 +1,21 @@
-"""Make optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
+"""Make optimizers step plain local tensors in place of DTensors.
 
 [Note: Local steps]
 Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs hooks around
 every step, also if a scheduler, accelerate or a gradient scaler has wrapped the method:
-- The last pre-hook of the optimizer replaces the optimizer that torch's own ``step`` is called with by one of the same
-  class without parameters. So all that this ``step`` does is to run the closure and to return its loss.
-- The first post-hook of the optimizer then runs the arithmetic on local tensors, and gives the replacement all
-  attributes of the optimizer, because torch calls the user's post-hooks with it among the arguments. Pre-hooks and
-  closure of the user see the optimizer before the step, post-hooks after it, all with DTensors.
+- The last pre-hook of the optimizer has torch call its own ``step`` with a ``_WithoutParameters`` in place of the
+  optimizer. So all that this ``step`` does is to run the closure and to return its loss.
+- The first post-hook of the optimizer puts the optimizer back among the arguments, with which torch calls the user's
+  post-hooks, and runs the arithmetic: the class's ``step`` of the optimizer itself, whose groups and state are those of
+  local tensors meanwhile. Pre-hooks and closure of the user see the optimizer before the step, post-hooks after it, all
+  with DTensors.
 - A pre-hook of all optimizers, which runs before those of one, keeps the two hooks in their places.
 
 What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be
-asked for in time); local tensors in the optimizer from pre-hook to post-hook (torch calls no post-hook for a step that
-raises, and users' hooks and closures would see them); a second optimizer object (every method that reads or writes
-state would have to be translated, including those of libraries).
+asked for in time); local tensors, or no parameters, in the optimizer from pre-hook to post-hook (torch calls no
+post-hook for a step that raises, and users' hooks and closures would see them); a second optimizer of the same class
+for the closure (it is finalized after every step, by the ``__del__`` of the user's class too); a second optimizer
+object for the user (every method that reads or writes state would have to be translated, including those of libraries).
 
 An optimizer is known by its class: torch's, or a library's by name, with neither ``step`` nor ``_init_group`` changed.
 All others step DTensors, unless the user says that they are elementwise.
@@ -22,11 +24,13 @@ All others step DTensors, unless the user says that they are elementwise.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -36,9 +40,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.optimizer_steps import managed_parameters
-from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep
+from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep, own_step
 
-__all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "stepping_dtensors", "usable_step"]
+__all__ = ["local_step_of", "localize", "step_local_tensors", "stepping_dtensors", "usable_step"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -67,7 +71,7 @@ REASONS = {
 }
 
 _STEP = "_fullshard_local_step"  # attribute of an optimizer: its LocalStep; None: it steps DTensors
-_IN_PLACE_OF = "_fullshard_in_place_of"  # attribute of the one that torch's own step is called with: the optimizer
+_OPTIMIZER = "_fullshard_optimizer"  # attribute of a _WithoutParameters: what it stands in for
 _HOOK = -1  # key of the post-hook; torch counts from 0
 
 
@@ -80,11 +84,10 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
     subclasses that override neither ``step`` nor ``_init_group``. Call it for your own classes, with
     ``elementwise=True``, or to return to DTensors, with ``enable=False``.
 
-    A step on local tensors has no DTensor dispatch. Parameters that are adjacent in a shard buffer, are in the same
-    parameter group and have adjacent gradients are stepped as one tensor. The results are those of the same
-    implementation in torch (``foreach``, ``fused`` or neither; by default torch uses ``foreach`` on accelerators, also
-    for DTensors, and a loop on the CPU), bit for bit. Everything else stays the same: ``param_groups``, ``state``,
-    ``state_dict()``, hooks, schedulers, gradient scalers.
+    A step on local tensors has no DTensor dispatch. The results are those of the same implementation in torch
+    (``foreach``, ``fused`` or neither; by default torch uses ``foreach`` on accelerators, also for DTensors, and a loop
+    on the CPU), bit for bit. Everything else stays the same: ``param_groups``, ``state``, ``state_dict()``, hooks,
+    schedulers, gradient scalers.
 
     Args:
         optimizer: An optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any other
@@ -141,7 +144,7 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
     if reason is not None:
         warnings.warn(f"localize: {type(optimizer).__name__} is left unchanged: {reason}", stacklevel=2)
     else:
-        vars(optimizer)[_STEP] = LocalStep(own_step(type(optimizer)))
+        vars(optimizer)[_STEP] = LocalStep()
         _add_hook()
     return optimizer
 
@@ -168,15 +171,6 @@ def _is_default() -> bool:
 
 
 # ---------------------------------------------------------------- classes of optimizers
-
-
-def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return ``step`` of a class of optimizers without torch's hooks around it."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
 
 
 def _is_known(kind: type[Any]) -> bool:
@@ -237,22 +231,26 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _before_own_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> tuple[Any, dict[str, Any]] | None:
     """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic."""
     if torch.compiler.is_compiling() or usable_step(optimizer) is None:
         return None
-    return (_without_parameters(optimizer), *args[1:]), kwargs
+    return [_WithoutParameters(optimizer), *args[1:]], kwargs  # a list: the post-hook puts the optimizer back
 
 
-def _after_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_own_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
     """Run the arithmetic, unless the optimizer itself has stepped: without local tensors, or by a hook of the user."""
     step = local_step_of(optimizer)
-    if step is None or not args or vars(args[0]).pop(_IN_PLACE_OF, None) is not optimizer:
+    if (
+        step is None
+        or not args
+        or type(args[0]) is not _WithoutParameters
+        or vars(args[0])[_OPTIMIZER] is not optimizer
+    ):
         return
+    args[0] = optimizer
     further = {name: value for name, value in kwargs.items() if name != "closure"}
     step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
-    vars(args[0]).clear()
-    vars(args[0]).update(vars(optimizer))
 
 
 @contextmanager
@@ -275,7 +273,7 @@ def usable_step(optimizer: Optimizer) -> LocalStep | None:
     if _STEP not in attributes:
         if not _is_default() or not managed_parameters(optimizer) or _unsupported_reason(optimizer, None) is not None:
             return None
-        attributes[_STEP] = LocalStep(own_step(type(optimizer)))
+        attributes[_STEP] = LocalStep()
     step: LocalStep | None = attributes[_STEP]
     if step is None or step.is_running:  # a step of the user's that calls that of its base class
         return None
@@ -286,12 +284,28 @@ def usable_step(optimizer: Optimizer) -> LocalStep | None:
     return None if any(group.get("differentiable") for group in optimizer.param_groups) else step
 
 
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class, groups and attributes, without parameters and state."""
-    made: Optimizer = object.__new__(type(optimizer))
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    # Its step may call that of a base class, around which torch runs hooks again.
-    own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, _IN_PLACE_OF: optimizer, **WITHOUT_HOOKS}
-    own["_warned_capturable_if_run_uncaptured"] = True  # torch's, of a warning that is given in the real step
-    vars(made).update({**vars(optimizer), **own})
-    return made
+class _WithoutParameters:
+    """Stands in for an optimizer while torch runs its ``step`` for the closure: its groups and state are empty.
+
+    It is no optimizer of the user's class, so nothing of that class makes or finalizes it. Methods and properties of
+    the class run with it; everything else that is read is the optimizer's, and everything that is written is dropped.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        # A step may call that of a base class, around which torch runs hooks again.
+        own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, _OPTIMIZER: optimizer, **WITHOUT_HOOKS}
+        own["_warned_capturable_if_run_uncaptured"] = True  # torch's, of a warning that is given in the real step
+        vars(self).update(own)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # type: ignore[override]
+        """Be an instance of the optimizer's class, for ``super()``."""
+        return type(vars(self)[_OPTIMIZER])
+
+    def __getattr__(self, name: str) -> Any:
+        optimizer = vars(self)[_OPTIMIZER]
+        found = inspect.getattr_static(type(optimizer), name, None)
+        if isinstance(found, (FunctionType, property)) and name not in vars(optimizer):
+            return found.__get__(self, type(optimizer))
+        return getattr(optimizer, name)

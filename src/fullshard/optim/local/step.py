@@ -6,23 +6,31 @@ hooks and closures see the user's.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.optimizer_overlap import GradientInFlight
-from fullshard.optim.local.local_tensors import FlatStates, LocalTensor
-from fullshard.optim.local.plan import StepPlan
+from fullshard.optim.local.local_tensors import LocalTensor, State, StateEntries, local_tensors, write_back
 from fullshard.profiling import profiled
 
-__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule"]
+__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule", "own_step"]
 
 
 # Attributes of an optimizer that steps without hooks of its own.
 WITHOUT_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+
+
+def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of a class of optimizers without torch's hooks around it."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
 
 
 class StepSchedule(Protocol):
@@ -43,66 +51,48 @@ class DividedStep(Protocol):
 
 
 class LocalStep:
-    """The local tensors of an optimizer, and how it steps them.
-
-    Args:
-        inner: The optimizer's own step, without hooks: called with the optimizer and the user's further arguments.
-    """
+    """How an optimizer steps local tensors: it keeps none of them, see [Note: Local tensors]."""
 
     schedule: StepSchedule | None  # None: all at once
     is_running: bool
     offload: DividedStep | None  # None: state stays on the device
-    _inner: Callable[..., Any]
-    _plan: StepPlan | None
-    _flats: FlatStates
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self._inner, self.schedule, self._plan, self._flats = inner, None, None, FlatStates()
-        self.is_running, self.offload = False, None
+    def __init__(self) -> None:
+        self.schedule, self.is_running, self.offload = None, False, None
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step all local tensors; the optimizer's own step gets the further arguments."""
-        schedule = self.schedule
-        if schedule is None:
-            plan = self._prepare(optimizer)
-        else:
-            with schedule.inspecting_gradients():
-                plan = self._prepare(optimizer)
+        schedule, state = self.schedule, defaultdict[Any, StateEntries](dict)
+        with torch.inference_mode(False), torch.no_grad():
+            with nullcontext() if schedule is None else schedule.inspecting_gradients():
+                tensors = local_tensors(optimizer, state)
         options = [dict(group) for group in optimizer.param_groups]
         self.is_running = True
         try:
-            for part in self._parts(plan):
+            for part in self._parts(tensors, state):
                 with profiled("optimizer"):
-                    written = self._step_tensors(optimizer, part, options, *args, **kwargs)
+                    written = self._step_tensors(optimizer, part, state, options, *args, **kwargs)
                 for group, values in written:
                     optimizer.param_groups[group].update(values)
         finally:
             self.is_running = False
-            plan.finish(optimizer)
+            with torch.inference_mode(False), torch.no_grad():
+                write_back(optimizer, tensors, state)
 
-    def _parts(self, plan: StepPlan) -> Iterator[Sequence[LocalTensor]]:
+    def _parts(self, tensors: Sequence[LocalTensor], state: State) -> Iterator[Sequence[LocalTensor]]:
         """Yield the local tensors in the parts that are stepped one after another."""
-        for part in (plan.tensors,) if self.schedule is None else self.schedule.steps(plan.tensors):
+        for part in (tensors,) if self.schedule is None else self.schedule.steps(tensors):
             if self.offload is None:
                 yield part
             else:
-                yield from self.offload.divide(part, plan.local_state)
-
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> StepPlan:
-        """Return the plan of this step, with the gradients set."""
-        plan = self._plan
-        if plan is None or not plan.begin(optimizer):
-            _wait_for_gradients(optimizer)
-            plan = self._plan = StepPlan(optimizer, self._flats)
-            is_valid = plan.begin(optimizer)
-            assert is_valid, "the plan was made for these gradients"
-        return plan
+                yield from self.offload.divide(part, state)
 
     def _step_tensors(
         self,
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[LocalTensor],
+        state: State,
         options: Sequence[Mapping[str, Any]],
         *args: Any,
         **kwargs: Any,
@@ -112,6 +102,7 @@ class LocalStep:
         Args:
             optimizer: The optimizer.
             tensors: The local tensors.
+            state: State of all local tensors.
             options: Its groups as they were before the step: each part of a step begins with the same ones.
             *args: Further arguments.
             **kwargs: Further arguments.
@@ -119,32 +110,39 @@ class LocalStep:
         Returns:
             What the optimizer has written to groups, by their number.
         """
-        assert self._plan is not None
         groups, attributes = optimizer.param_groups, optimizer.__dict__
         plain: list[list[torch.Tensor]] = [[] for _ in groups]
         others: dict[int, list[torch.Tensor]] = {}  # DTensors, which foreach cannot mix with plain tensors
         for tensor in tensors:
-            is_dtensor = isinstance(tensor.parameter, DTensor)
-            (others.setdefault(tensor.group, []) if is_dtensor else plain[tensor.group]).append(tensor.parameter)
+            is_dtensor = tensor.gradient is None and isinstance(tensor.local, DTensor)
+            (others.setdefault(tensor.group, []) if is_dtensor else plain[tensor.group]).append(tensor.local)
         numbered = [*enumerate(plain), *others.items()]
         local_groups = [{**options[number], "params": parameters} for number, parameters in numbered]
         before = [dict(group) for group in local_groups]
-        replaced = {"param_groups": local_groups, "state": self._plan.local_state, **WITHOUT_HOOKS}
+        replaced = {"param_groups": local_groups, "state": state, **WITHOUT_HOOKS}
         users = {name: attributes[name] for name in replaced}
         attributes.update(replaced)
         try:
-            self._inner(optimizer, *args, **kwargs)
+            _set_gradients(tensors)
+            own_step(type(optimizer))(optimizer, *args, **kwargs)
         finally:
             attributes.update(users)
+            for tensor in tensors:
+                if tensor.gradient is not None:
+                    tensor.local.grad = None
+                    tensor.local.requires_grad_(False)
         return [
             (number, {name: value for name, value in new.items() if name not in old or old[name] is not value})
             for (number, _), old, new in zip(numbered, before, local_groups, strict=True)
         ]
 
 
-def _wait_for_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Wait for gradients whose reductions are still in flight."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if type(parameter.grad) is GradientInFlight:
-                parameter.grad.result()
+def _set_gradients(tensors: Sequence[LocalTensor]) -> None:
+    """Make local tensors leaves with gradients, as their parameters are."""
+    for tensor in tensors:
+        local, gradient = tensor.local, tensor.gradient
+        if gradient is not None:
+            local.requires_grad_(tensor.parameter.requires_grad)
+            if gradient.dtype is not local.dtype:
+                local.grad_dtype = gradient.dtype
+            local.grad = gradient

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
-from fullshard.optim.local.localize import own_step, stepping_dtensors, usable_step
-from fullshard.optim.local.step import LocalStep
+from fullshard.optim.local.localize import stepping_dtensors, usable_step
+from fullshard.optim.local.step import LocalStep, own_step
 
 __all__ = ["give_initial_state"]
 
@@ -116,7 +116,7 @@ def _initial_state(
         if not has_local_step:
             raise
         failure = error
-    made = _state_of_step(LocalStep(step).step, optimizer, group, parameter)
+    made = _state_of_step(LocalStep().step, optimizer, group, parameter)
     unknown = [name for name, value in made.items() if name != "step" and not _began_as_zeros(value, parameter)]
     if unknown:
         raise FullshardError(
