@@ -128,12 +128,14 @@ class Runtime:
                 events = _BackwardOf(unit, self._reads.graph)
                 output, has_backward = hooks.register_pre_backward(events, output, forward.first_node)
             if len(unit.open_forwards) == 1:
-                self._end_forward(unit, module, forward, has_backward=has_backward)
+                with hooks.outside_transforms():
+                    self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
             self.abort_forward(unit)
             raise
         unit.open_forwards.pop()
-        self._leave_forward(output if has_backward else None)
+        with hooks.outside_transforms():
+            self._leave_forward(output if has_backward else None)
         return output
 
     def abort_forward(self, unit: Unit) -> None:
