@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,7 @@ __all__ = [
 NO_BACKWARD = -1
 _HOOKED = "_fullshard_hooked"  # attribute of leaves that after_accumulation has registered a hook on
 _NO_CONTEXT = contextlib.nullcontext()
+_TRACER = torch._C._TorchDispatchModeKey.PROXY  # of make_fx
 
 
 class BackwardEvents(Protocol):
@@ -361,10 +362,22 @@ def _transformed(values: Any, before: Callable[[], None] | None, before_double: 
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return a context without transforms of torch.func and tracing: all-gathers are not to be differentiated."""
+    """Return a context without transforms of torch.func and tracing, for what the engine computes."""
+    if torch._C._get_dispatch_mode(_TRACER) is not None:
+        return _untraced()
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return _NO_CONTEXT
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    tracer = torch._C._unset_dispatch_mode(_TRACER)
+    try:
+        with outside_transforms():
+            yield
+    finally:
+        torch._C._set_dispatch_mode(tracer)
 
 
 def current_backward() -> int:

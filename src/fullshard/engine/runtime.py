@@ -142,12 +142,17 @@ class Runtime:
             if torch.is_grad_enabled():
                 output, has_backward = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
             if len(unit.open_forwards) == 1:
-                self._end_forward(unit, module, forward, has_backward=has_backward)
+                with hooks.outside_transforms():
+                    self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
             self.abort_forward(unit)
             raise
         unit.open_forwards.pop()
-        return self._leave_forward(unit, forward, output, has_backward=has_backward)
+        with hooks.outside_transforms():
+            read = self._leave_forward(unit, has_backward=has_backward)
+        for each in read:
+            output, _ = hooks.register_pre_backward(_BackwardOf(each), output, forward.first_node)
+        return output
 
     def abort_forward(self, unit: Unit) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
@@ -164,7 +169,7 @@ class Runtime:
         except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
             unit.free_after_failure()
         finally:
-            self._leave_forward(unit, forward, failed=True)
+            self._leave_forward(unit, failed=True)
 
     def _enter_forward(self, unit: Unit) -> None:
         """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
@@ -205,24 +210,20 @@ class Runtime:
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
-    def _leave_forward(
-        self, unit: Unit, forward: OpenForward, output: Any = None, *, has_backward: bool = False, failed: bool = False
-    ) -> Any:
+    def _leave_forward(self, unit: Unit, *, has_backward: bool = False, failed: bool = False) -> list[Unit]:
         """End the outermost forward, if this is it.
 
         Args:
             unit: Unit whose forward ends.
-            forward: That forward.
-            output: Its output.
-            has_backward: The output has one.
+            has_backward: Its output has one.
             failed: The forward raised.
 
         Returns:
-            What to return instead of ``output``.
+            Units of several modules, to be unsharded as a backward comes to the output.
         """
         self._open_forwards -= 1
         if self._open_forwards or hooks.in_backward():
-            return output
+            return []
         if failed:
             self.steps.forward_failed()
             self._forget_forwards()
@@ -230,9 +231,11 @@ class Runtime:
                 each.modules_run.clear()
                 if each.is_unsharded:
                     each.free_after_failure()
-            return None
+            return []
         PROGRESS.leave("forward")
-        output = self._end_units_of_several_modules(unit, forward, output, has_backward=has_backward)
+        for incomplete in filter(None, (ref() for ref in self._of_several_modules)):
+            if incomplete.modules_run and incomplete is not unit:
+                self._all_have_run(incomplete, has_backward=has_backward)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
@@ -240,7 +243,8 @@ class Runtime:
         self.prefetcher.clear()
         if not has_backward:
             self._release_host_memory()
-        return output
+        read, self._read = self._read, []
+        return read if has_backward else []
 
     # ---------------------------------------------------------------- unshard
 
@@ -328,28 +332,6 @@ class Runtime:
             if unit.has_leaf_modules:
                 self._read.append(unit)
         self._reshard_after_forward(unit, has_backward=has_backward)
-
-    def _end_units_of_several_modules(
-        self, outermost: Unit, forward: OpenForward, output: Any, *, has_backward: bool
-    ) -> Any:
-        """Reshard units some of whose modules have not run, and unshard in backward what the graph may have read.
-
-        Args:
-            outermost: Unit whose forward ends, and which stays as it is.
-            forward: That forward.
-            output: Its output.
-            has_backward: The output has one.
-
-        Returns:
-            What to return instead of ``output``.
-        """
-        for unit in filter(None, (ref() for ref in self._of_several_modules)):
-            if unit.modules_run and unit is not outermost:
-                self._all_have_run(unit, has_backward=has_backward)
-        read, self._read = self._read, []
-        for unit in read if has_backward else ():
-            output, _ = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
-        return output
 
     def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
         """Reshard, keep this rank's part for a subgroup, or stay unsharded, as ``reshard_after_forward`` says."""

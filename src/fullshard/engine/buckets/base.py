@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -399,6 +400,11 @@ class BufferBucket(Bucket):
     def _make_all_gather(self, layout: Any, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> Any:
         """The all-gather that fills ``unsharded`` from ``shard``, by a layout of this bucket's kind."""
         raise NotImplementedError
+
+    @property
+    def _gradient_dtype(self) -> torch.dtype:
+        """A dtype that holds the sharded gradients of all parameters."""
+        return reduce(torch.promote_types, (parameter.gradient_dtype for parameter in self.parameters))
 
     def _gradient_shards(self) -> torch.Tensor:
         """The sharded gradients as they lie in the shard buffer, zeros where there are none."""

@@ -27,7 +27,6 @@ class FlatBucket(SliceBucket):
         super().__init__(parameters, mesh, storage)
         if storage.keep_reduced:
             for parameter in self.flat_parameters:
-                parameter.gradient_dtype = storage.reduce_dtype
                 _set_gradient_dtype(parameter.sharded, storage.reduce_dtype)
 
     def _before_placing(self, parameter: SliceParameter) -> None:
@@ -70,7 +69,7 @@ class FlatBucket(SliceBucket):
     def _gradient_shards(self) -> torch.Tensor:
         if self.handle is not None and self.handle.flat.grad is not None:
             return self.handle.flat.grad
-        slice_ = torch.zeros_like(self.shard_buffer, dtype=self.flat_parameters[0].gradient_dtype)
+        slice_ = torch.zeros_like(self.shard_buffer, dtype=self._gradient_dtype)
         for parameter in self.flat_parameters:
             if parameter.sharded.grad is not None and parameter.shard is not None:
                 target = slice_.narrow(0, parameter.shard.offset, parameter.shard.numel)

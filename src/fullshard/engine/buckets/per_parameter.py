@@ -68,7 +68,7 @@ class PerParameterBucket(BufferBucket):
         return super().allocated_bytes + sum(each.in_flight_bytes for each in all_gathers if each is not None)
 
     def _gradient_shards(self) -> torch.Tensor:
-        shard = torch.zeros_like(self.shard_buffer)
+        shard = torch.zeros_like(self.shard_buffer, dtype=self._gradient_dtype)
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             if parameter.sharded.grad is not None:
                 _shard_of(shard, slot, self.mesh.rank).copy_(value_of(parameter.sharded.grad))

@@ -55,7 +55,7 @@ class RaggedBucket(SliceBucket):
                 parameter.place(parameter.local)
 
     def _gradient_shards(self) -> torch.Tensor:
-        shard = torch.zeros_like(self.shard_buffer)
+        shard = torch.zeros_like(self.shard_buffer, dtype=self._gradient_dtype)
         for parameter in self.ragged_parameters:
             if parameter.sharded.grad is not None and parameter.shard is not None:
                 self._view(shard, parameter, parameter.shard).copy_(value_of(parameter.sharded.grad))

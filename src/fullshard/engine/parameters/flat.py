@@ -13,6 +13,7 @@ while they compute, and the ``FlatParameter`` with all shards is what is registe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.sharded import accumulate_gradient, clear_gradient, managed_by, mark, value_of
+from fullshard.engine.parameters.sharded import (
+    accumulate_gradient,
+    clear_gradient,
+    keep_gradient_dtype,
+    managed_by,
+    mark,
+    value_of,
+)
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatShard
@@ -53,7 +61,11 @@ class FlatShardedParameter(SliceParameter):
     """A parameter whose shard is a 1-D part of this rank's slice of the bucket, see [Note: Flat shards]."""
 
     handle: FlatParamHandle | None = None  # if flat parameters are visible
-    gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of sharded gradients, or of the visible flat parameter's."""
+        return super().gradient_dtype if self.handle is None else self.handle.flat.grad_dtype or self.local.dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -73,6 +85,7 @@ class FlatShardedParameter(SliceParameter):
         old = self.sharded
         if isinstance(old, DTensor) or not torch._has_compatible_shallow_copy_type(old, local):
             self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+            keep_gradient_dtype(self.sharded, old)
         else:
             old.data = local
 
@@ -149,9 +162,8 @@ class FlatShardedParameter(SliceParameter):
     def set_gradient(self, local: torch.Tensor | None) -> None:
         """Replace the sharded gradient by a copy; in a visible flat parameter's gradient, None becomes zeros."""
         if self.handle is None:
-            dtype = self.gradient_dtype or self.local.dtype
             if local is not None:  # maybe of a copy in CPU memory
-                local = local.to(self.local.device, dtype, copy=True).view(self.local.shape)
+                local = local.to(self.local.device, self.gradient_dtype, copy=True).view(self.local.shape)
             self.sharded.grad = local
         elif self.handle.flat.grad is not None and self.shard is not None:
             target = self.handle.flat.grad.narrow(0, self.shard.offset, self.shard.numel)
@@ -162,7 +174,7 @@ class FlatShardedParameter(SliceParameter):
 
     def accumulate(self, local: torch.Tensor) -> None:
         """Set the sharded gradient to ``local``, or add ``local`` to it, and run the user's hooks."""
-        accumulate_gradient(self.sharded, local)
+        accumulate_gradient(self.sharded, local.to(self.gradient_dtype))
 
     def follow_requires_grad(self) -> None:
         """Have the unsharded parameter, and one that a flat parameter hides, require a gradient as what users see."""
@@ -221,14 +233,15 @@ class FlatParamHandle:
         requires_grad = sharded_parameters[0].sharded.requires_grad
         self.flat = torch.Tensor._make_subclass(FlatParameter, shard_buffer.detach(), requires_grad)
         self._describe()
+        dtype = reduce(torch.promote_types, (parameter.gradient_dtype for parameter in sharded_parameters))
+        if dtype is not self.flat.dtype:
+            self.flat.grad_dtype = dtype
         if any(parameter.sharded.grad is not None for parameter in sharded_parameters):
             self._move_gradients()
 
     def _move_gradients(self) -> None:
         """Move gradients of the original parameters into the gradient of the flat parameter."""
-        dtype = self.sharded_parameters[0].gradient_dtype or self._shard_buffer.dtype
-        self.flat.grad_dtype = dtype
-        self.flat.grad = torch.zeros_like(self._shard_buffer, dtype=dtype)
+        self.flat.grad = torch.zeros_like(self._shard_buffer, dtype=self.flat.grad_dtype)
         for parameter in self.sharded_parameters:
             gradient, parameter.sharded.grad = parameter.sharded.grad, None
             if gradient is not None and parameter.shard is not None:

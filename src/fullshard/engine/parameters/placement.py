@@ -26,7 +26,7 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard, hashed
 from fullshard.layout import Region, chunk_of
 
-__all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at"]
+__all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at", "with_dtype"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,11 @@ class ParameterPlacement:
         meta = TensorMeta(self.shape, self.stride, local.dtype)
         return dtensor(local, replace(self.own, tensor_meta=meta))
 
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the local tensor of an unsharded gradient, redistributed to the parameter's own placements."""
+    def local_gradient(self, gradient: torch.Tensor, reduce_dtype: torch.dtype) -> torch.Tensor:
+        """Return the local tensor of an unsharded gradient, redistributed to the parameter's own placements.
+
+        Sums over the parameter's own axes are in ``reduce_dtype``.
+        """
         if isinstance(gradient, DTensor):
             own = self.own
             assert own is not None, "a plain parameter got a DTensor as its gradient"
@@ -90,7 +93,8 @@ class ParameterPlacement:
                 data = self._data_axes(self.mesh.whole.device_mesh)
                 placements = tuple(gradient.placements[i] if i in data else p for i, p in enumerate(placements))
             if placements != gradient.placements:
-                gradient = gradient.redistribute(placements=placements)
+                wide = dtensor_like(gradient._local_tensor.to(reduce_dtype), gradient)
+                gradient = wide.redistribute(placements=placements)
             gradient = gradient._local_tensor
         if isinstance(gradient, AsyncCollectiveTensor):
             gradient = gradient.wait()
@@ -164,10 +168,14 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Make the DTensor on ``local``, of any dtype, that is sharded as ``like`` is."""
-    spec = like._spec
-    if spec.tensor_meta is None or spec.tensor_meta.dtype is not local.dtype:
-        spec = replace(spec, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
-    return dtensor(local, spec)
+    return dtensor(local, with_dtype(like._spec, local.dtype))
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of DTensors of ``dtype`` that are sharded alike."""
+    meta = spec.tensor_meta
+    assert meta is not None, "specs of tensors have shapes"
+    return spec if meta.dtype is dtype else replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 def _type_of(spec: Any) -> type[DTensor]:

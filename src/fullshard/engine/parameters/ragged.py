@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.parameters.ragged_tensor import RaggedShard
-from fullshard.engine.parameters.sharded import ShardedParameter, mark
+from fullshard.engine.parameters.sharded import ShardedParameter, keep_gradient_dtype, mark
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.layout import Granularity, granule_of, is_row_major
 
@@ -44,6 +44,7 @@ class RaggedParameter(SliceParameter):
             return
         self.local, old = local, self.sharded
         self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+        keep_gradient_dtype(self.sharded, old)
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, self)
 

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter
+from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter, with_dtype
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
@@ -60,6 +60,7 @@ __all__ = [
     "accumulate_gradient",
     "clear_gradient",
     "has_gradient_hooks",
+    "keep_gradient_dtype",
     "managed_by",
     "mark",
     "unmark",
@@ -160,6 +161,7 @@ class ShardedParameter:
             old._spec = spec  # type: ignore[attr-defined]
         else:
             self.sharded = dtensor_parameter(local, spec, requires_grad=old.requires_grad)
+            keep_gradient_dtype(self.sharded, old)
         if known and old.device != local.device:
             gradient, old.grad = old.grad, None
             moved = gradient is not None and gradient.device == old.device  # along with the parameter
@@ -224,17 +226,28 @@ class ShardedParameter:
         """Local tensor of the sharded gradient."""
         return None if self.sharded.grad is None else value_of(self.sharded.grad)
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of sharded gradients: the parameter's, unless its ``grad_dtype`` says otherwise."""
+        return self.sharded.grad_dtype or self.local.dtype
+
     def clear_gradient(self, *, set_to_none: bool) -> None:
         """Clear the sharded gradient as ``zero_grad`` does."""
         clear_gradient(self.sharded, set_to_none=set_to_none)
 
     def set_gradient(self, local: torch.Tensor | None) -> None:
         """Replace the sharded gradient by a copy of this rank's rows ``local``, on whatever device they are."""
-        self.sharded.grad = None if local is None else dtensor(local.to(self.local.device, copy=True), self.spec)
+        if local is not None:
+            local = self._like_sharded(local.to(self.local.device, self.gradient_dtype, copy=True))
+        self.sharded.grad = local
 
     def accumulate(self, local: torch.Tensor) -> None:
         """Accumulate this rank's rows ``local`` into the sharded gradient, and run the user's hooks."""
-        accumulate_gradient(self.sharded, dtensor(local, self.spec))
+        accumulate_gradient(self.sharded, self._like_sharded(local.to(self.gradient_dtype)))
+
+    def _like_sharded(self, gradient: torch.Tensor) -> DTensor:
+        spec = self.spec if gradient.dtype is self.local.dtype else with_dtype(self.spec, gradient.dtype)
+        return dtensor(gradient, spec)
 
     def collect_gradient(self, *, notify: bool = False) -> None:
         """Move ``.grad`` of the unsharded parameter, from autograd or from user code, to ``unreduced_grad``.
@@ -274,7 +287,7 @@ class ShardedParameter:
         unsharded = self.unsharded
         if unsharded.grad_dtype is not unsharded.dtype and len(self.owners) == 1:
             unsharded.grad_dtype = unsharded.dtype
-        return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
+        return gradient if self.placement.own is None else self.placement.local_gradient(gradient, self.reduce_dtype)
 
     def writable_unreduced_gradient(self) -> torch.Tensor | None:
         """Return the unreduced gradient in memory that may be written to; None if there is none."""
@@ -475,6 +488,12 @@ def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
         parameter.grad = None
     else:
         parameter.grad.detach_().zero_()
+
+
+def keep_gradient_dtype(parameter: nn.Parameter, old: nn.Parameter) -> None:
+    """Have gradients of the dtype that users have set on the parameter object that this one takes the place of."""
+    if old.grad_dtype is not old.dtype:
+        parameter.grad_dtype = old.grad_dtype
 
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:

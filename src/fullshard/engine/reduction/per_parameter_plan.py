@@ -18,12 +18,11 @@ __all__ = ["plan_per_parameter"]
 def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> ReductionPlan:
     """Plan the reduction of some parameters of a bucket. They are laid out anew, and behind them presence numbers."""
     dtype = storage.reduce_dtype
-    sharded_dtype = dtype if storage.keep_reduced else parameters[0].local.dtype
     shapes = [parameter.shape for parameter in parameters]
     communicates, in_place = mesh.world_size > 1 or mesh.replicas > 1, mesh.world_size == 1
     if communicates:
         shapes.append(ParameterShape("<presence>", (len(parameters),), (1,), replicated=True))
-    layout = _lay_out(shapes, mesh, storage, min(dtype.itemsize, sharded_dtype.itemsize))
+    layout = _lay_out(shapes, mesh, storage, min(dtype.itemsize, *(p.gradient_dtype.itemsize for p in parameters)))
     columns = message_columns(layout, mesh.transport, repeated=len(parameters) if communicates else None)
     rows = [_packed_rows(column, layout, mesh.world_size, presence=len(parameters)) for column in columns]
     by_rows = {each.gradient for each in rows}

@@ -278,10 +278,11 @@ class ReductionPlan:
         """The dtype in which gradients are sent and summed."""
         return self.storage.reduce_dtype
 
-    @cached_property
+    @property
     def sharded_dtype(self) -> torch.dtype:
-        """The dtype of sharded gradients."""
-        return self.dtype if self.storage.keep_reduced else self.parameters[0].local.dtype
+        """The dtype of sharded gradients, which users may change; of the reduction if there are several."""
+        dtypes = {parameter.gradient_dtype for parameter in self.parameters}
+        return dtypes.pop() if len(dtypes) == 1 else self.dtype
 
     @cached_property
     def ends_on_host(self) -> bool:
@@ -435,9 +436,9 @@ class ReductionPlan:
         self, shards: Sequence[torch.Tensor], present: Sequence[bool]
     ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
         """The gradients that ``accumulate`` will set where there are none; None if they are no DTensors, for which
-        gradients in flight stand.
+        gradients in flight stand, of the parameters' own dtype.
         """
-        if not self.dtensors:
+        if not self.dtensors or any(p.gradient_dtype is not p.local.dtype for p in self.parameters):
             return None
         named = zip(self.parameters, self.views, present, strict=True)
         return [(p, dtensor(view.on(shards[tensor]), p.spec)) for p, (tensor, view), is_there in named if is_there]
