@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,6 +78,31 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda d: d.right == "fullshard" and _numbers(d) and "raise_in" not in d.operations,
     ),
     Allowed(
+        "weights from before a step",
+        "optimizer step after a forward without backward",
+        "after a step no module shows weights from before it",
+        "freezing all",
+        lambda d: d.stepped and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor"),
+    ),
+    Allowed(
+        "hooks of others on the output of a unit, in backward",
+        "hooks on the output of a unit that are registered before `fully_shard`",
+        "a hook belongs to the backward of the unit: it can read the weights that compute",
+        "stack raf=None",
+        lambda d: (
+            d.in_backward
+            and (d.what, d.theirs, d.ours) == ("kind", "DTensor", "plain")
+            and d.point.startswith(("gradient of the output of", "backward pre", "backward post"))
+        ),
+    ),
+    Allowed(
+        "tied parameters",
+        "tied parameters in different units",
+        "there is one correct result",
+        "language, tied across units",
+        lambda d: d.program == "language, tied across units",
+    ),
+    Allowed(
         "gradients of a failed step",
         "exception in forward or backward",
         "nothing of a step that has failed is in the next one",
@@ -88,7 +114,9 @@ ALLOWED: tuple[Allowed, ...] = (
         "exception in forward or backward",
         "the next step works without a call",
         "exception in forward without a reset",
-        lambda d: "False" in d.operations and "raise_in" in d.operations and d.what != "grad",
+        lambda d: (
+            d.point == "after the exception" or _failed(d) or ("raise_in" in d.operations and "False" in d.operations)
+        ),
     ),
     Allowed(
         "backward inside of forward",
@@ -160,6 +188,16 @@ ALLOWED: tuple[Allowed, ...] = (
 )
 
 
+def _failed(d: Difference) -> bool:
+    """Whether a point belongs to an operation in which backward raises."""
+    return "raise_in_backward" in d.where and d.point.startswith("post-accumulate")
+
+
+def _not_reset(d: Difference) -> bool:
+    """Whether the program goes on after an exception without the call that torch needs."""
+    return re.search(r"raise_in_\w+', '[\w.]+', False", d.operations) is not None
+
+
 def _inside(d: Difference) -> bool:
     """Whether a point is inside of a forward or backward."""
     return d.in_backward or d.point.startswith(("pre", "post", "called"))
@@ -171,7 +209,11 @@ def _wrapper(d: Difference) -> bool:
 
 def _before_the_end(d: Difference) -> bool:
     """Whether a backward has not ended, was not the last one, or has raised."""
-    return d.in_backward or "raise_in_backward" in d.where or "last_backward" in d.where
+    return (
+        d.in_backward
+        or "raise_in_backward" in d.where
+        or any(name in d.where for name in ("last_backward", "backward_inside"))
+    )
 
 
 def allowed(difference: Difference) -> Allowed | None:

@@ -37,6 +37,7 @@ class Difference:
         ours: fullshard's value.
         in_backward: whether the point is inside a backward.
         operations: the units, and all operations up to this one, in words.
+        stepped: whether torch has shown the parameter unsharded since before a step.
         right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
     """
 
@@ -50,6 +51,7 @@ class Difference:
     in_backward: bool = False
     right: str = ""
     operations: str = ""
+    stepped: bool = False
 
     def __str__(self) -> str:
         of = f"{self.fqn}, {self.what}" if self.fqn else self.what
@@ -114,10 +116,16 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
         values = _plain(one), _plain(other)
         number = re.match(r"\d+", at.where)
         past = f"{program.units} {program.operations[: int(number[0]) + 1 if number else 0]}"
-        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, at.in_backward, "", past))
+        more = at.in_backward, "", past, fqn in stepped
+        found.append(Difference(program.name, front_end, at.where, fqn, what, *values, *more))
 
     by_label = _labelled(ours)
+    stepped: set[str] = set()
     for label, point in _labelled(theirs).items():
+        shown = {fqn for fqn, seen in point.seen.items() if seen.get("kind") == "plain"}
+        stepped = {fqn for fqn in stepped if fqn in shown or not point.seen.get(fqn)}
+        if point.where.endswith("after step"):
+            stepped |= shown
         other = by_label.get(label)
         if other is None:
             if not refused or not label[0].startswith(their_last.where.rpartition(":")[0]):

@@ -88,7 +88,7 @@ class Session:
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
         loss = output.float().square().mean()
-        self.recorder.points[-1].seen[""]["loss"] = value_of(loss)
+        self.recorder.points[-1].seen[""]["loss"] = value_of(loss, self.recorder.low)
         return loss
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

@@ -57,6 +57,7 @@ class Program:
             owner, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(owner), attribute, value)
         recorder = Recorder(model)
+        recorder.low = "bfloat16" in str(self.units)
         recorder.watch_before_sharding(self.hooks)
         try:
             sharded = (self._wrap if self.wrapper else self._shard)(library, model, rank)

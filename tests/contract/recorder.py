@@ -77,13 +77,13 @@ def kind_of(tensor: object) -> str:
     return "plain" if isinstance(tensor, nn.Parameter) else "plain, no Parameter"
 
 
-def value_of(tensor: torch.Tensor) -> Value | str:
+def value_of(tensor: torch.Tensor, low: bool = False) -> Value | str:
     """The numbers that are there: of a DTensor, this rank's."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     local = local.detach()
     if local.numel() and local.untyped_storage().size() == 0:
         return "freed"
-    low = local.dtype.itemsize < 4
+    low = low or local.dtype.itemsize < 4
     return Value(local.to(torch.float32) if low else local.clone(), low)
 
 
@@ -94,6 +94,7 @@ class Recorder:
         self.points: list[Point] = []
         self.context = ""
         self.in_backward = False
+        self.low = False  # whether the program computes in a low precision
         self.holders = {id(m): (n, m) for n, m in model.named_modules()}
         # Where each parameter is an attribute. Sharding in place replaces parameters, not modules.
         self.places = [
@@ -149,8 +150,8 @@ class Recorder:
         if grad is not None:
             seen["grad's dtype and shape"] = f"{grad.dtype} {tuple(grad.shape)}"
         if values:
-            seen["values"] = value_of(parameter)
-            seen["grad's values"] = None if grad is None else value_of(grad)
+            seen["values"] = value_of(parameter, self.low)
+            seen["grad's values"] = None if grad is None else value_of(grad, self.low)
         return seen
 
     def form(self, fqn: str, parameter: torch.Tensor) -> str:
@@ -181,7 +182,7 @@ class Recorder:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     facts[f"state {index} {key}"] = f"{kind_of(value)} {value.dtype} {tuple(value.shape)}"
-                    facts[f"values of state {index} {key}"] = value_of(value)
+                    facts[f"values of state {index} {key}"] = value_of(value, self.low)
         facts["number of states"] = len(self.optimizer.state)
         return facts
 
@@ -243,16 +244,32 @@ class Recorder:
     @contextlib.contextmanager
     def calls_noted(self) -> Iterator[None]:
         """Inside, what a module's own forward could see just after it has called another module is noted."""
-        call = nn.Module.__call__
+        inside: set[int] = set()
 
-        def noted_call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            result = call(module, *arguments, **options)
-            if (name := self.holders.get(id(module), ("",))[0]) != "":
+        def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted_call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+                name = self.holders.get(id(module), ("",))[0]
+                if name == "" or id(module) in inside:  # a class calls the one that it derives from
+                    return call(module, *arguments, **options)
+                inside.add(id(module))
+                try:
+                    result = call(module, *arguments, **options)
+                finally:
+                    inside.discard(id(module))
                 self.note(f"called {name}", own=module)
-            return result
+                return result
 
-        nn.Module.__call__ = noted_call  # type: ignore[method-assign]
+            return noted_call
+
+        kinds = {type(module) for module in self.model.modules()}
+        own = {kind: kind.__dict__.get("__call__") for kind in kinds}
+        for kind, call in {kind: kind.__call__ for kind in kinds}.items():
+            kind.__call__ = noted(call)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            for kind, call in own.items():
+                if call is None:
+                    del kind.__call__
+                else:
+                    kind.__call__ = call  # type: ignore[method-assign]
