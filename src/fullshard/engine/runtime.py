@@ -81,6 +81,7 @@ class Runtime:
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
     _backward: hooks.BackwardPass | None  # that has begun and not ended
+    _reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
     _last_in_backward: weakref.ref[Unit] | None  # which computes
     _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _of_several_modules: list[weakref.ref[Unit]]
@@ -96,7 +97,7 @@ class Runtime:
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
-        self._backward = self._unshard_after = None
+        self._backward, self._reached, self._unshard_after = None, False, None
         self._last_in_backward = self._reducing = None
 
     # ---------------------------------------------------------------- forward
@@ -339,7 +340,7 @@ class Runtime:
             return
         setting = unit.settings.reshard_after_forward
         if hooks.in_backward():  # recomputed for the backward of a module around it, and so needed next
-            unit.keep_for_backward()
+            unit.keep()
         elif setting is False or (setting is None and unit.ref is self.root):
             shown = unit.policy.form.shows_kept(for_backward=has_backward and setting is False)
             shown &= unit.inner_backward is not InnerBackward.ENDED
@@ -366,6 +367,7 @@ class Runtime:
         if inner is None or inner is unit or not (inner.phase.is_backward and _is_within(inner, unit)):
             self._last_in_backward = unit.ref  # else it returns what the inner one has returned, which computes first
             PROGRESS.enter("backward", unit.name)
+        self._reached |= not unit.modules_run
         if unit.phase.is_backward:
             return
         unit.enter_phase(Phase.BACKWARD)
@@ -384,7 +386,8 @@ class Runtime:
         else:  # autograd adds up a parameter's gradients over all calls; others may compute until then
             unit.expect_more_gradients()
             unit.enter_phase(Phase.IDLE)
-            self._reshard_after_backward(unit)
+            if len(unit.modules) == 1:
+                self._reshard_after_backward(unit)
 
     def finish_backward(self) -> None:
         """After autograd is through: reduce what is left, wait for the gradients, and return to idle."""
@@ -410,7 +413,7 @@ class Runtime:
             self._reductions.accumulate_read_by_host()
             return
         self._finish_or_defer_reductions()
-        if self._open_forwards:  # a gradient taken inside of a forward, which goes on
+        if self._open_forwards or not self._reached:  # gradients taken inside of a forward, or after one
             return
         if self.prefetcher.units():  # in vain, for a forward whose backward did not come
             self._release_host_memory()
@@ -460,7 +463,7 @@ class Runtime:
             self.recover()  # an earlier pass raised, and no forward has come since
         self.finish_deferred_reductions()
         self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
-        PROGRESS.steps = self.steps
+        PROGRESS.steps, self._reached = self.steps, False
         self._backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
 
     def _begin_call(self, unit: Unit) -> None:

@@ -294,6 +294,7 @@ class Unit:
     def show_unsharded(self) -> None:
         """Leave the unsharded parameters to users after a forward: what they write to them counts."""
         self.shown = [parameter.unsharded._version for parameter in self.parameters]
+        self.registration.show_unsharded()
 
     def _write_back_unsharded(self) -> None:
         """Write what users have written to unsharded parameters since ``show_unsharded`` into the shards.

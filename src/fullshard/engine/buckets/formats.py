@@ -124,8 +124,8 @@ class FlatShardingFormat(ShardingFormat):
         return super().parameter(parameter, owner, fqn, placement)
 
     def shows_kept(self, *, for_backward: bool) -> bool:
-        """As FSDP1: only original parameters, and only where the strategy keeps them for backward."""
-        return for_backward and self._module is None
+        """As FSDP1: original parameters only for backward; those in flat parameters as long as they are there."""
+        return for_backward or self._module is not None
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""
@@ -275,6 +275,14 @@ class FlatParameterRegistration(Registration):
         """Register the unsharded parameters instead of the flat ones."""
         self._unregister()
         super().use_unsharded()
+
+    def show_unsharded(self) -> None:
+        """Register the flat parameters; modules have the unsharded ones as attributes."""
+        for attributes, name, parameter in self._hidden:
+            attributes["_parameters"][name] = None
+            attributes[name] = parameter.unsharded
+        for handle in self._handles:
+            handle.parameters[handle.name] = handle.flat
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
         """Register copies of the original parameters instead of the flat ones."""

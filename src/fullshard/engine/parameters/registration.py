@@ -60,6 +60,9 @@ class Registration:
                 parameter.follow_requires_grad()
             owner.set(parameter.unsharded)
 
+    def show_unsharded(self) -> None:
+        """Leave the unsharded parameters in the modules after a forward."""
+
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
         """Have the modules hold ``copies``, a mapping from the ids of parameters."""
         self.unsharded = self.copies = True
