@@ -84,7 +84,7 @@ def value_of(tensor: torch.Tensor, low: bool = False) -> Value | str:
     if local.numel() and local.untyped_storage().size() == 0:
         return "freed"
     low = low or local.dtype.itemsize < 4
-    return Value(local.to(torch.float32) if low else local.clone(), low)
+    return Value(local.to(torch.float32, copy=True) if local.dtype.itemsize < 4 else local.clone(), low)
 
 
 class Recorder:
