@@ -223,7 +223,7 @@ class Recorder:
         return hook
 
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        facts = {"gradient of output": value_of(gradient), "its dtype": gradient.dtype}
+        facts = {"gradient of output": value_of(gradient, self.low), "its dtype": gradient.dtype}
         self.note(f"gradient of the output of {name or 'root'}", own=self.holders_by_name(name), **facts)
 
     def holders_by_name(self, name: str) -> nn.Module:
