@@ -84,7 +84,7 @@ def value_of(tensor: torch.Tensor, low: bool = False) -> Value | str:
     if local.numel() and local.untyped_storage().size() == 0:
         return "freed"
     low = low or local.dtype.itemsize < 4
-    return Value(local.to(torch.float32) if low else local.clone(), low)
+    return Value(local.to(torch.float32, copy=True) if local.dtype.itemsize < 4 else local.clone(), low)
 
 
 class Recorder:
@@ -223,7 +223,7 @@ class Recorder:
         return hook
 
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        facts = {"gradient of output": value_of(gradient), "its dtype": gradient.dtype}
+        facts = {"gradient of output": value_of(gradient, self.low), "its dtype": gradient.dtype}
         self.note(f"gradient of the output of {name or 'root'}", own=self.holders_by_name(name), **facts)
 
     def holders_by_name(self, name: str) -> nn.Module:
