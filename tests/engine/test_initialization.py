@@ -225,6 +225,10 @@ def test_assigned_data_takes_effect_or_raises(rank: Rank, assign: Any, steps: in
             p.data.add_(1)
             q.data.add_(1)
         assert_trains_alike(model, reference, rank, steps=1)
+        if rank.device.type == EMULATED and assign in (whole, rows):
+            with pytest.raises(RuntimeError, match="incompatible tensor type"):
+                assign(model.layers[0].weight)
+            continue
         assign(model.layers[0].weight)
         if front_end is RAGGED and assign in (plus_one, back_up_and_replace):
             reference.layers[0].weight.data += 1
@@ -273,7 +277,7 @@ def test_data_of_flat_parameters_may_be_assigned_and_its_memory_freed(rank: Rank
             storage.resize_(value.nbytes)
             p.data.copy_(value)
             del others
-        elif value.numel():
+        elif value.numel() and rank.device.type != EMULATED:  # which resizes memory that it has not allocated
             with pytest.raises(RuntimeError, match="not resizable"):
                 storage.resize_(0)
     assert_trains_alike(model, reference, rank)

@@ -256,7 +256,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its graph. If one of the same placements is assigned, its local tensor becomes this one's."""
+        """The tensor without its graph. Assigned, one of the same placements gives its local tensor."""
         return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
