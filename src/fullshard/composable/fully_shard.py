@@ -140,8 +140,8 @@ def fully_shard(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``module`` is already sharded, or a ``ModuleList`` or ``ModuleDict`` without ``forward``, or if the mesh or a placement does not fit
-            the module or one of its parameters.
+        ValueError: If ``module`` is already sharded, or a ``ModuleList`` or ``ModuleDict`` without ``forward``, or if
+            the mesh or a placement does not fit the module or one of its parameters.
         TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
             ``FullyShardedDataParallel``.
         FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
@@ -211,8 +211,8 @@ def replicate(
     with ``Replicate()``.
 
     Args:
-        module: Any module but a ``ModuleList`` or ``ModuleDict``; its class becomes ``Replicate<Class>``, a subclass of both
-            ``ReplicateModule`` and the original class.
+        module: Any module but a ``ModuleList`` or ``ModuleDict``; its class becomes ``Replicate<Class>``, a subclass of
+            both ``ReplicateModule`` and the original class.
         mesh: 1-D mesh of the ranks. None: all ranks.
         mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in CPU memory. None: no
@@ -227,8 +227,8 @@ def replicate(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``module`` is already sharded, is a ``ModuleList`` or ``ModuleDict``, or contains modules that
-            ``fully_shard`` was called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if ``dp_mesh_dims`` names a
-            shard axis.
+            ``fully_shard`` was called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if
+            ``dp_mesh_dims`` names a shard axis.
         TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
             ``FullyShardedDataParallel``.
         FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
