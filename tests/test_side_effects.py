@@ -18,8 +18,6 @@ from torch import nn
 
 from ranks import Rank, RankPool
 
-LAYOUTS = ["per_parameter", "ragged"]  # with the wrapper beside each
-
 Names = dict[tuple[Any, str], tuple[object, list[int] | None]]
 
 
@@ -39,7 +37,9 @@ def contents(value: object) -> list[int] | None:
     """Of containers what is in them, of others nothing."""
     if isinstance(value, dict):
         return [*map(id, value), *map(id, value.values())]
-    return [id(item) for item in value] if isinstance(value, list | tuple | set) else None
+    if isinstance(value, set):
+        return sorted(id(item) for item in value)
+    return [id(item) for item in value] if isinstance(value, list | tuple) else None
 
 
 def names() -> Names:
@@ -58,7 +58,9 @@ def changed(old: Names, new: Names) -> set[str]:
     known = {owner for owner, _ in old}
 
     def is_same(key: Any) -> bool:
-        return key in old and old[key][0] is new[key][0] and old[key][1] == new[key][1]
+        if key not in old or old[key][1] != new[key][1]:
+            return False
+        return old[key][0] is new[key][0] or isinstance(new[key][0], set)  # torch makes a set of safe globals anew
 
     differ = {key for key in new if key[0] in known and not is_same(key)} | {key for key in old if key not in new}
     submodules = {key for key in differ if isinstance(new.get(key, (None,))[0], types.ModuleType)}
@@ -108,9 +110,11 @@ def unaware() -> Iterator[RankPool]:
 
 
 @pytest.mark.cpu_only("what is changed does not depend on the device")
-@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+@pytest.mark.parametrize("layout", [None, "per_parameter", "ragged"])
 def test_torch_is_left_as_it_is(unaware: RankPool, layout: str | None) -> None:
     """Two hooks of ``torch.optim`` are all; other functions are changed only by who asks."""
+    if layout == "ragged" and torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
+        pytest.skip("torch 2.11 refuses the layout")
     hooks = {f"torch.optim.optimizer._global_optimizer_{when}_hooks" for when in ("pre", "post")}
     assert unaware(1, observe, layout, fresh=True) == [
         {

@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from weight_models import FORMS, Net, build, form, full_state
 
+from checkpoint.kinds import shared_folder
 from compare import assert_equal
+from front_ends import FRONT_ENDS, sharded_with_reference, unwrapped
+from front_ends import build as build_model
 from fullshard import (
     CPUOffloadPolicy,
     MixedPrecision,
@@ -19,11 +22,15 @@ from fullshard import (
     PhaseError,
     UnmaterializedParameterError,
     fully_shard,
+    load,
+    save,
+    unsharded,
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.checkpoint.safetensors import stream
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.engine.ownership import nested_units
+from models import Language, tokens
 from ranks import Rank, on_ranks
 
 forms = pytest.mark.parametrize("name", FORMS)
@@ -144,6 +151,42 @@ def test_dtensors_of_the_user_are_gathered_as_well(rank: Rank) -> None:
     assert_equal(found["weight"], expected["weight"], "weight")
     assert_equal(found["table"], torch.arange(7.0), "table")
     assert not any(isinstance(value, DTensor) for value in found.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["composable", "ragged", "flat", "original"])
+def test_parts_of_wrappers_and_units_are_whole(rank: Rank, form: str) -> None:
+    """What is inside of a wrapper, or in the middle of a unit, finds the unit, also if its wrapper is gone."""
+    torch.manual_seed(rank.rank)
+    front_end = next(each for each in FRONT_ENDS if each.name == form)
+    model, reference = sharded_with_reference(front_end, rank, build_model(Language), ["blocks.0"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(tokens(rank.rank, 0, 2, 3)).sum().backward()
+    optimizer.step()
+    whole = collected(model)
+    inner = unwrapped(model)
+    with shared_folder(rank) as folder:
+        for number, name in enumerate(["", "blocks", "blocks.1", "blocks.0", "head", "head"]):
+            if number == 5:
+                del model, optimizer
+                gc.collect()
+            part = inner.get_submodule(name)
+            part = part if front_end.composable else getattr(part, "module", part)
+            expected = {n.removeprefix(f"{name}."): v for n, v in whole.items() if n.startswith(name)}
+            found = collected(part)
+            assert found.keys() == expected.keys()
+            for fqn, value in found.items():
+                assert_equal(value, expected[fqn], f"{name} {fqn}")
+            save(folder / str(number), part, *([optimizer] if not name else []))
+            with torch.no_grad(), unsharded(part):
+                assert {tuple(p.shape) for p in part.parameters()} == {tuple(v.shape) for v in expected.values()}
+            with FSDP.summon_full_params(part):
+                assert {tuple(p.shape) for p in part.parameters()} == {tuple(v.shape) for v in expected.values()}
+            plain = reference.get_submodule(name)
+            load(folder / str(number), plain)
+            for fqn, value in plain.state_dict().items():
+                assert_equal(value, expected[fqn], f"loaded {name} {fqn}")
+            load(folder / str(number), part)
 
 
 @on_ranks(2)

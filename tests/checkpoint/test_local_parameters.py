@@ -140,6 +140,54 @@ def test_states_of_running_models_are_refused(rank: Rank) -> None:
     assert len(between) == len(local_parameters(model)) == len(list(Model().parameters()))
 
 
+class Attributes(nn.Module):
+    """Children that are called what wrappers call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self._orig_mod, self._checkpoint_wrapped_module = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._checkpoint_wrapped_module(self._orig_mod(self.module(x)))
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+WRAPPERS: dict[str, list[Any]] = {
+    "compiled": [_compiled],
+    "checkpointed": [checkpoint_wrapper],
+    "both": [checkpoint_wrapper, _compiled],
+    "both, the other way round": [_compiled, checkpoint_wrapper],
+    "none": [],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrappers", WRAPPERS)
+@pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat", "compiled last"])
+def test_names_are_those_before_wrapping(rank: Rank, wrappers: str, front_end: str) -> None:
+    """Whatever wraps a block before or after it is sharded, only what wrappers are called is left out of names."""
+
+    def shard(module: nn.Module) -> nn.Module:
+        if front_end == "fully_shard":
+            return fully_shard(module)
+        wrapped = FSDP(module, use_orig_params=front_end != "flat")
+        twice = _compiled in WRAPPERS[wrappers]  # which torch refuses
+        return _compiled(wrapped) if front_end == "compiled last" and not twice else wrapped
+
+    block: nn.Module = Attributes()
+    expected = {f"0.{name}" for name in block.state_dict()}
+    for wrap in WRAPPERS[wrappers]:
+        block = wrap(block)
+    model = shard(nn.Sequential(shard(block)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model_state(model).names == expected
+    if front_end in ("original", "flat") and wrappers == "none":
+        assert type(model.module[0].module) is Attributes
+
+
 def test_state_dict_hooks_are_warned_of() -> None:
     """What they add is in no checkpoint; modules of torch and checkpoint wrappers do not alarm anybody."""
 

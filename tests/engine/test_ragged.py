@@ -418,7 +418,12 @@ def test_parts_that_torch_makes(rank: Rank, granularity: Any) -> None:
             assert type(made) is RaggedDTensor and (made.shape, made.stride()) == (whole.shape, whole.stride())
             assert_equal(made.full_tensor(), whole.detach(), "from_local")
             part = local.clone().requires_grad_()
-            given = {"placements": ours.placements, "device_mesh": rank.mesh, "shape": ours.shape, "stride": ours.stride()}
+            given = {
+                "placements": ours.placements,
+                "device_mesh": rank.mesh,
+                "shape": ours.shape,
+                "stride": ours.stride(),
+            }
             (DTensor.from_local(part, **given) * 2).to_local().sum().backward()
             assert_equal(part.grad, torch.full_like(local, 2), "gradient")
             values = whole.detach() if rank.rank == 0 else torch.zeros_like(whole)
@@ -475,7 +480,7 @@ def test_torch_refuses_the_placements_by_itself(rank: Rank) -> None:
         outer.close()
         assert type(DTensor.from_local(ours.to_local().detach(), **placed)) is RaggedDTensor
     for make in (DTensor.from_local, torch_tensors.distribute_tensor):
-        with pytest.raises(RuntimeError, match="not supported|unsupported placements RaggedShard"):
+        with pytest.raises(RuntimeError, match=r"not supported|unsupported placements RaggedShard"):
             make(ours.to_local().detach(), **placed)
     assert {ours.placements: 1, ours._spec: 2}[model.layers[0].weight.placements] == 1
 

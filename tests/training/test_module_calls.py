@@ -23,10 +23,55 @@ from front_ends import (
     sharded_with_reference,
     unwrapped,
 )
+from fullshard import full_tensors, fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from models import Block, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
 from pairwise import each_value
 from ranks import Rank, on_ranks
+
+# -------------------------------------------------------------------- modules without forward
+
+
+class Coder(nn.Module):
+    """Two methods and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(6, 3), nn.Linear(3, 6)
+        self.scale = nn.Parameter(torch.full((3,), 1.5))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(x) * self.scale
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x / self.scale)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_modules_without_forward(rank: Rank, layout: str) -> None:
+    """Registered methods unshard; a unit that runs none can be gathered by hand and saved."""
+    model, reference = build(Coder), build(Coder)
+    for layer in (model.down, model.up):
+        fully_shard(layer, mesh=rank.mesh, layout=layout)
+    fully_shard(model, mesh=rank.mesh, layout=layout)
+    for _ in range(2):
+        model.unshard()
+        assert model.scale.shape == (3,)
+        model.reshard()
+    for name, value in full_tensors(model):
+        assert torch.equal(value, reference.state_dict()[name])
+    for name in ("encode", "decode"):
+        register_fsdp_forward_method(model, name)
+
+    def loss(step: int) -> LossOf:
+        def of(coder: Any, r: int) -> torch.Tensor:
+            return coder.decode(coder.encode(torch.linspace(-1, 1, 12).view(2, 6) + step + r)).square().mean()
+
+        return of
+
+    assert_trains_alike(model, reference, rank, loss)
+
 
 # -------------------------------------------------------------------- forwards of one step
 

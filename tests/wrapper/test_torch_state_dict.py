@@ -348,6 +348,25 @@ def test_wrappers_refuse(rank: Rank, form: str) -> None:
         assert_dicts_equal(whole(get_model_state_dict(model)), before)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("original", [False, True])
+def test_parts_of_wrappers_are_refused(rank: Rank, original: bool) -> None:
+    """What is inside of a wrapper has slices for parameters, which torch would save as if they were whole."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), FSDP(nn.Linear(4, 4))), use_orig_params=original)
+    optimizer = adam(model)
+    with enable_torch_state_dict_functions():
+        for part in (model.module, model.module[0]):
+            for function, *arguments in (
+                (get_model_state_dict,),
+                (set_model_state_dict, {}),
+                (get_state_dict, optimizer),
+            ):
+                with pytest.raises(FullshardError, match="pass the FullyShardedDataParallel around it"):
+                    function(part, *arguments)
+        get_state_dict(model, optimizer)
+        get_model_state_dict(model.module[1])
+
+
 def test_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever asked for it last, in whatever order, also around the drop-in; torch's module is then as it was.
 

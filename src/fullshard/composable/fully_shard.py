@@ -102,8 +102,9 @@ def fully_shard(
     unsharded (``set_reshard_after_backward(False)``); otherwise their forwards use the parameters from before the step.
 
     Args:
-        module: Any module with a ``forward``; its class becomes ``FSDP<Class>``, a subclass of both ``FSDPModule`` and
-            the original class. Or a list of modules, whose parameters become one unit.
+        module: Any module but a ``ModuleList`` or ``ModuleDict``; its class becomes ``FSDP<Class>``, a subclass of both
+            ``FSDPModule`` and the original class. One without a ``forward`` unshards in the methods that are registered
+            with ``register_fsdp_forward_method``. Or a list of modules, whose parameters become one unit.
         mesh: The ranks. 1-D: shard over them. 2-D: replicate over the first axis and shard over the second (HSDP).
             None: all ranks in one dimension; this initializes the default process group if necessary.
         reshard_after_forward: True: free the unsharded parameters after forward and all-gather them again for backward
@@ -139,8 +140,8 @@ def fully_shard(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``module`` is already sharded or has no ``forward``, or if the mesh or a placement does not fit
-            the module or one of its parameters.
+        ValueError: If ``module`` is already sharded, or a ``ModuleList`` or ``ModuleDict`` without ``forward``, or if
+            the mesh or a placement does not fit the module or one of its parameters.
         TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
             ``FullyShardedDataParallel``.
         FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
@@ -210,8 +211,8 @@ def replicate(
     with ``Replicate()``.
 
     Args:
-        module: Any module with a ``forward``; its class becomes ``Replicate<Class>``, a subclass of both
-            ``ReplicateModule`` and the original class.
+        module: Any module but a ``ModuleList`` or ``ModuleDict``; its class becomes ``Replicate<Class>``, a subclass of
+            both ``ReplicateModule`` and the original class.
         mesh: 1-D mesh of the ranks. None: all ranks.
         mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in CPU memory. None: no
@@ -225,9 +226,9 @@ def replicate(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``module`` is already sharded, has no ``forward`` or contains modules that ``fully_shard`` was
-            called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if ``dp_mesh_dims`` names a
-            shard axis.
+        ValueError: If ``module`` is already sharded, is a ``ModuleList`` or ``ModuleDict``, or contains modules that
+            ``fully_shard`` was called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if
+            ``dp_mesh_dims`` names a shard axis.
         TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
             ``FullyShardedDataParallel``.
         FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has

@@ -31,8 +31,8 @@ from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, StandInNames, is_torch_fsdp_module, stand_in_names
 from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.private_names import patched_attributes
-from fullshard.dropin.torch_bases import TorchBases
 from fullshard.dropin.ragged_placements import enable_ragged_placements
+from fullshard.dropin.torch_bases import TorchBases
 from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
 
 __all__ = ["Binding", "StandIns"]

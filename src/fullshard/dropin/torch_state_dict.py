@@ -37,7 +37,7 @@ from fullshard.checkpoint.state import types as state_dict_types
 from fullshard.checkpoint.state.optimizer.initial import give_initial_state
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.types import StateDictType
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import nested_units, units_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
 from fullshard.engine.parameters.names import clean_name
 from fullshard.engine.parameters.sharded import managed_by
@@ -108,6 +108,7 @@ def _patch() -> None:
         "_iterate_valid_model_state": _entries,
         "_load_model_state_dict": _load_model,
         "_load_optim_state_dict": _load_optim,
+        "_verify_options": _verify,
     }
     missing = [name for name in bound if not hasattr(_module, name)]
     if missing:
@@ -193,6 +194,20 @@ def _wrappers(module: nn.Module) -> list[nn.Module]:
 def _state_of(original: Function, module: nn.Module) -> Any:
     """Return a state for wrappers, of which torch only tests that it is not None."""
     return module if isinstance(module, WrapperState) else original(module)
+
+
+def _verify(original: Function, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a part of a wrapper, whose parameters are slices that torch would take for whole ones."""
+    nested = nested_units(model)
+    for unit in units_of(model):
+        first = next((p for p in unit.parameters if isinstance(p, FlatShardedParameter)), None)
+        if unit not in nested and first is not None and unit.mesh.world_size > 1:
+            raise FullshardError(
+                f"torch.distributed.checkpoint.state_dict: expected a whole model, found a {type(model).__name__} "
+                f"inside of a wrapper that shards {first.describe()} with others; pass the "
+                "FullyShardedDataParallel around it"
+            )
+    return original(model, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- names

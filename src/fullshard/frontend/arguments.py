@@ -78,7 +78,7 @@ def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.M
 
     Raises:
         TypeError: If ``module`` is neither a module nor a list of modules.
-        ValueError: If a list is empty, or a module is sharded already or has no forward.
+        ValueError: If a list is empty, or a module is sharded already, or a container without forward.
     """
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, (list, tuple)):

@@ -70,7 +70,9 @@ class WrapperSummon:
             check_bool(f"summon_full_params: {name}", flag)
         own = unit_of(module)
         nested = nested_units(module)
-        units = units_of(module) if recurse else [u for u in units_of(module) if u not in nested] if own is None else [own]
+        units = (
+            units_of(module) if recurse else [u for u in units_of(module) if u not in nested] if own is None else [own]
+        )
         units = [u for u in units if u in nested or u.parameter_state is not ParameterState.SUMMONED]
         summoned: list[SummonedParameters] = []
         error: BaseException | None = None

@@ -192,7 +192,9 @@ class RaggedDTensor(DTensor):
         """Make the tensor from its parts, as ``torch.compile`` does."""
         unflatten: Any = DTensor.__tensor_unflatten__
         made = unflatten(inner_tensors, flatten_spec, outer_size, outer_stride)
-        ragged: Any = DTensor.__new__(RaggedDTensor, made._local_tensor, hashed(made._spec), requires_grad=made.requires_grad)
+        ragged: Any = DTensor.__new__(
+            RaggedDTensor, made._local_tensor, hashed(made._spec), requires_grad=made.requires_grad
+        )
         return cast("DTensor", ragged)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
