@@ -11,9 +11,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
-from front_ends import COMPOSABLE, assert_same_gradients, build, sharded_with_reference
+from front_ends import (
+    COMPOSABLE,
+    FRONT_ENDS,
+    FrontEnd,
+    assert_same_gradients,
+    build,
+    each_front_end,
+    full_gradients,
+    sharded_with_reference,
+)
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from models import Stack, batch
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -116,3 +126,42 @@ def test_batch_norm(rank: Rank, own_unit: bool) -> None:
         assert_equal(ours, theirs, name)
     assert model[1].running_mean.dtype is (F32 if own_unit else BF16)
     assert all(isinstance(p.grad, DTensor) and p.grad.dtype is F32 for p in model.parameters())
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, when=["before", "after", "one of two"])
+def test_grad_dtype(rank: Rank, front_end: FrontEnd, when: str) -> None:
+    """``grad_dtype`` of parameters, set before sharding or on sharded parameters, is the dtype of their gradients."""
+    model = nn.Linear(4, 4, device=rank.device, dtype=BF16)
+    if when != "after":
+        model.weight.grad_dtype = F32
+    if when == "before":
+        model.bias.grad_dtype = F32
+    model = front_end.wrap(model, rank, [], **front_end.precision(None, F32))
+    if when == "after":
+        for parameter in model.parameters():
+            parameter.grad_dtype = F32
+    x = torch.full((1, 4), 256.0 if rank.rank else 2.0, device=rank.device, dtype=BF16)
+    for step in (1, 2):  # the mean of 257 * 2 and 2, if they are not rounded to 8 bits
+        model(x).sum().backward()
+        if rank.rank:
+            model(x.new_ones(1, 4)).sum().backward()
+        else:
+            model(x.new_zeros(1, 4)).sum().backward()
+        gradients = full_gradients(model)
+        for name, value in (("weight", 129.5), ("bias", 2.0)):
+            dtype = BF16 if (when, name) == ("one of two", "bias") and not front_end.flat else F32
+            expected = torch.full_like(gradients[name], value * step, dtype=dtype)
+            assert_equal(gradients[name], expected, f"gradient of {name}")
+
+
+@on_ranks(2)
+@each_front_end
+def test_grad_dtype_through_a_change_of_dtype(rank: Rank, front_end: FrontEnd) -> None:
+    """A parameter that ``to`` casts has gradients of its own dtype unless ``grad_dtype`` was set, and trains on."""
+    model = front_end.wrap(nn.Linear(4, 4, device=rank.device), rank, [])
+    for dtype in (BF16, F32):
+        model.to(dtype)
+        model(torch.ones(1, 4, device=rank.device, dtype=dtype)).sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+        model.zero_grad()

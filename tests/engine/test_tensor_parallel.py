@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -400,3 +400,32 @@ def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, names: tu
     other = rank.make_mesh(2, 2, names=("shard", "tp"))
     with pytest.raises(ValueError, match=r"found the plain tensor .* without placements on the axes \['tp'\]"):
         fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
+
+
+class Scaled(nn.Module):
+    """Multiplies a replicated weight by this rank's own part of the batch: its gradient is a sum over the TP axis."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mesh = self.weight.device_mesh  # type: ignore[attr-defined]
+        local = self.weight.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        assert mesh.size() == 2
+        return local * x
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_reduce_dtype_of_sums_over_the_own_axis(rank: Rank, microbatches: int) -> None:
+    """Partial gradients are added up over the tensor-parallel axis in ``reduce_dtype``, as over the others."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+    x = torch.full((4,), 256.0 if mesh["tp"].get_local_rank() == 0 else 1.0, device=rank.device)
+    for number in range(microbatches):
+        model.set_requires_gradient_sync(number == microbatches - 1)
+        model(x).sum().backward()
+    weight = model.weight
+    assert_equal(weight.grad.full_tensor(), torch.full((4,), 257.0 * microbatches), "gradient")  # 256 in bfloat16

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from compare import assert_close, assert_equal
 from front_ends import (
@@ -31,6 +36,7 @@ from front_ends import (
     sgd,
     sharded_with_reference,
     train,
+    unwrapped,
 )
 from fullshard import FullshardError
 from fullshard.comm import record
@@ -211,6 +217,83 @@ def test_forward_mode(rank: Rank, front_end: FrontEnd) -> None:
         for actual, wanted in zip(torch.func.jvp(model, (x,), (tangent,)), expected, strict=True):
             assert_close(actual, wanted, "jvp", **CLOSE)
         assert_trains_alike(model, reference, rank)
+
+
+def _dual(model: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        made = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+        return made.primal * made.tangent
+
+
+def _linearized(model: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    primal, of_tangent = torch.func.linearize(model, x)
+    return primal * of_tangent(tangent)
+
+
+def _written(model: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(lambda x: model(x).mul_(2).add_(1), (x,), (tangent,))[1]
+
+
+def _after_another(model: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """A gradient whose graph is gone through after another forward, and its backward."""
+    return torch.func.grad(lambda x: model(x).square().sum())(x) + model(tangent).square().mean()
+
+
+# Functions of a model, an input and a tangent, which reach the parameters by one transform after the other.
+DERIVATIVES: dict[str, Callable[..., torch.Tensor]] = {
+    "primal of jvp": lambda m, x, v: torch.func.jvp(m, (x,), (v,))[0],
+    "tangent of jvp": lambda m, x, v: torch.func.jvp(m, (x,), (v,))[1],
+    "jvp of a block": lambda m, x, v: torch.func.jvp(unwrapped(m).blocks[1], (x,), (v,))[1] + m(v).sum(),
+    "jvp of jvp": lambda m, x, v: torch.func.jvp(lambda x: torch.func.jvp(m, (x,), (v,))[1], (x,), (v,))[1],
+    "jvp at an input with a gradient": lambda m, x, v: torch.func.jvp(m, (x.requires_grad_(),), (v,))[1],
+    "jvp, written to": _written,
+    "jacfwd": lambda m, x, v: torch.func.jacfwd(m)(x),
+    "jacrev": lambda m, x, v: torch.func.jacrev(m)(x),
+    "hessian": lambda m, x, v: torch.func.hessian(lambda x: m(x).square().sum())(x),
+    "vmap": lambda m, x, v: torch.func.vmap(m)(torch.stack([x, v])),
+    "vmap of jvp": lambda m, x, v: torch.func.vmap(lambda v: torch.func.jvp(m, (x,), (v,))[1])(torch.stack([v, x])),
+    "jvp of vmap": lambda m, x, v: torch.func.jvp(torch.func.vmap(m), (x,), (v,))[1],
+    "vmap of grad": lambda m, x, v: torch.func.vmap(torch.func.grad(lambda x: m(x).square().sum()))(x),
+    "grad": lambda m, x, v: torch.func.grad(lambda x: m(x).square().sum())(x),
+    "grad, after another": _after_another,
+    "vjp": lambda m, x, v: torch.func.vjp(m, x)[1](v[:, :3])[0],
+    "primal of vjp": lambda m, x, v: torch.func.vjp(m, x)[0],
+    "dual numbers": _dual,
+    "linearize": _linearized,
+}
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, derivative=list(DERIVATIVES), resharded=[True, False])
+def test_loss_on_derivatives(rank: Rank, front_end: FrontEnd, derivative: str, resharded: bool) -> None:
+    """Losses on derivatives with respect to inputs have the gradients of the unsharded model, microbatches added up."""
+    strategy = "FULL_SHARD" if resharded else "SHARD_GRAD_OP"
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 3), strategy=strategy)
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        return DERIVATIVES[derivative](module, batch(number, 0, 3, 6), batch(number, 1, 3, 6)).square().sum()
+
+    for number in range(2):
+        with contextlib.nullcontext() if number else front_end.no_sync(model):
+            loss_of(model, rank.rank + 2 * number).backward()
+        for other in range(rank.world_size):
+            (loss_of(reference, other + 2 * number) / rank.world_size).backward()
+    assert_same_gradients(model, reference, rtol=1e-4, atol=1e-5)
+    model.zero_grad()
+    reference.zero_grad()
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+def test_traced_by_make_fx(rank: Rank, front_end: FrontEnd) -> None:
+    """make_fx records what modules compute and nothing of the engine, and the model trains on."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    x = batch(rank.rank, 0, 4, 6)
+    graphs = [make_fx(module)(x).graph for module in (model, reference)]
+    ours, theirs = (Counter(str(node.target) for node in graph.nodes if node.op == "call_function") for graph in graphs)
+    assert set(ours - theirs) <= {"aten.view.default"}  # of inputs, which pass through an autograd function
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from failing import fail, fail_in_backward
+from compare import assert_equal
+from failing import OutOfMemoryAt, fail, fail_in_backward
 from front_ends import (
     AFTER_ADAM,
     COMPOSABLE,
@@ -28,6 +29,7 @@ from front_ends import (
     both_backward,
     build,
     each_front_end,
+    full_values,
     gathered,
     sharded_with_reference,
     unwrapped,
@@ -376,3 +378,42 @@ def test_ranks_out_of_step_never_take_each_others_units(ranks: RankPool) -> None
             assert outcome.value == [24.0 * 16, 24.0 * 16]
         else:
             assert outcome.kind in ("raised", "died")
+
+
+# how the front end shards -> the options that it is given
+OUT_OF_MEMORY: dict[str, Callable[[FrontEnd], dict[str, Any]]] = {
+    "plainly": lambda _: {},
+    "in mixed precision": lambda front_end: front_end.precision(torch.bfloat16, torch.float32),
+    "with replicas": lambda _: {"strategy": "HYBRID_SHARD"},
+    "offloaded": lambda front_end: front_end.offload(),
+    "to be gathered in subgroups": lambda front_end: {"reshard_after_forward": 2} if front_end.composable else {},
+}
+
+
+@on_ranks(4, timeout=240)
+@each_value(front_end=FRONT_ENDS, how=list(OUT_OF_MEMORY), turn=[0, 1])
+def test_out_of_memory_anywhere(rank: Rank, front_end: FrontEnd, how: str, turn: int) -> None:
+    """Memory runs out once, at any place of a first step: the step is repeated, and the next are as if it had not."""
+
+    def trained(place: int) -> tuple[list[torch.Tensor], int]:
+        model = front_end.wrap(build(Stack, 1, 8), rank, **OUT_OF_MEMORY[how](front_end))
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), batch(rank.rank, 0, 4, 8)
+        injected, found = OutOfMemoryAt(place), []
+        with contextlib.suppress(torch.OutOfMemoryError), injected:
+            model(x).square().sum().backward()
+            front_end.clip(model, 10.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            found += [loss.detach(), front_end.clip(model, 10.0)]
+            optimizer.step()
+        assert_at_rest(model)
+        return found + list(full_values(model).values()), injected.places
+
+    expected, places = trained(-1)
+    everywhere = [places] * rank.world_size
+    dist.all_gather_object(everywhere, places)
+    places = min(everywhere)  # a place has to be the same on all ranks
+    for place in range(turn, places, 2):
+        assert_equal(trained(place)[0], expected, f"after out of memory at place {place} of {places}")

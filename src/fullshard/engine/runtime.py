@@ -109,7 +109,8 @@ class Runtime:
             What to call the module with: ``args`` and ``kwargs``.
         """
         unit.check_not_summoned("run")
-        self._enter_forward(unit)
+        with hooks.outside_transforms():
+            self._enter_forward(unit)
         PROGRESS.enter("forward", unit.name)
         unit.open_forward()
         self._open_forwards += 1
@@ -117,9 +118,9 @@ class Runtime:
             if not hooks.in_backward():
                 PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
-                self._reshard_if_left_over(unit)
-                unit.enter_phase(Phase.FORWARD)
                 with hooks.outside_transforms():
+                    self._reshard_if_left_over(unit)
+                    unit.enter_phase(Phase.FORWARD)
                     self.unshard(unit)
                     self._prefetch_forward(unit)
                 if self.root() is unit and unit.mesh.device.type != "cpu":
@@ -166,7 +167,8 @@ class Runtime:
                 unit.modules_run.clear()
                 unit.phase = forward.resumes
                 if not unit.phase.is_backward:
-                    self._reshard_after_forward(unit, has_backward=False)
+                    with hooks.outside_transforms():
+                        self._reshard_after_forward(unit, has_backward=False)
         except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
             unit.free_after_failure()
         finally:
@@ -773,7 +775,10 @@ def _largest(units: list[Unit]) -> weakref.ref[Unit] | None:
 def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime of ``unit``; one that is run before it has one becomes the root of its own module tree."""
     runtime: Runtime | None = unit.runtime
-    return Runtime.attach(unit) if runtime is None else runtime
+    if runtime is None:
+        with hooks.outside_transforms():
+            return Runtime.attach(unit)
+    return runtime
 
 
 def ensure_idle(unit: Unit) -> None:

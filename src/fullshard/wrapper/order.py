@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from fullshard.engine.hooks import outside_transforms
 from fullshard.engine.runtime import Runtime
 from fullshard.ranks.groups import data_parallel_groups
 from fullshard.ranks.order import compare_order, warn_of_change
@@ -26,7 +27,8 @@ def checked_execution_order(runtime: Runtime) -> Iterator[None]:
         yield
     elif order.compared is None:
         yield
-        compare_order(order.names(), groups)
+        with outside_transforms():
+            compare_order(order.names(), groups)
         order.compared = order.names()
     else:
         yield
