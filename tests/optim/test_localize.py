@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import math
 import pickle
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -799,6 +802,121 @@ class Changed(optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+class Finalized(optim.AdamW):
+    """Has what a second object of its class would disturb: a finalizer, slots, a property, attributes that count."""
+
+    __slots__ = ("count",)
+    finalized = 0
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.count, self.lock = 0, threading.RLock()
+
+    def __del__(self) -> None:
+        type(self).finalized += 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "missing":
+            return "found"
+        raise AttributeError(name)
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+
+class FinalizedStep(Finalized):
+    """Uses it all in a step of its own, and steps what the property returns."""
+
+    def extra(self) -> None:
+        for p in self.trained:
+            p.grad.mul_(0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with self.lock:
+            assert self.missing == "found" and self.count == 0
+            self.extra()
+            self.note = self.__dict__.get("note", 0) + 1
+            return super().step(closure)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Finalized, FinalizedStep], ids=lambda kind: kind.__name__)
+def test_no_other_optimizer_is_made(rank: Rank, kind: type[Finalized]) -> None:
+    """A step finalizes nothing and counts once; hooks get the optimizer itself, and may keep it."""
+    options = {"elementwise": True} if kind is FinalizedStep else {}
+    pair = Pair(rank, lambda model: kind(model.parameters(), lr=0.1), **options)
+    first = pair.optimizers[0]
+    seen: list[Any] = []
+    hooks = (
+        first.register_step_pre_hook(lambda found, args, _: seen.append(args[0])),
+        first.register_step_post_hook(lambda found, args, _: seen.append(args[0])),
+    )
+    before = kind.finalized
+    for _ in range(3):
+        pair.step(spare=True)
+        pair.check()
+    gc.collect()
+    assert kind.finalized == before and is_local(first)
+    assert len(seen) == 6 and all(each is first for each in seen)
+    assert vars(first).get("note") == vars(pair.optimizers[1]).get("note")
+    for hook in hooks:
+        hook.remove()
+    pickle.dumps(vars(first)["_fullshard_local_step"])
+    _, copied = copy.deepcopy((pair.models[0], pair.optimizers[1]))
+    assert type(copied) is kind
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front", ["per_parameter", "ragged", "wrapper", "flat"])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_memory_between_steps(rank: Rank, front: str, options: dict[str, Any]) -> None:
+    """An optimizer keeps nothing alive but its state and parameters: neither gradients, nor state that was replaced."""
+    torch.manual_seed(3)
+    net: Any = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 3))
+    if front in ("wrapper", "flat"):
+        net = FSDP(net, process_group=rank.group, use_orig_params=front == "wrapper")
+    else:
+        net = fully_shard(net, mesh=rank.mesh, **({"layout": "ragged"} if front == "ragged" else {}))
+    optimizer = adamw(net, **options)
+
+    def refs(values: Any) -> list[Any]:
+        found = [value for value in values if value is not None and value.dim()]
+        return [weakref.ref(value._local_tensor if isinstance(value, DTensor) else value) for value in found]
+
+    def alive(found: list[Any]) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in found)
+
+    def move(state: dict[str, Any]) -> None:
+        state.update({name: entry.clone() for name, entry in state.items()})
+
+    changes: dict[str, Callable[[], object]] = {
+        "moved": lambda: [move(state) for state in optimizer.state.values()],
+        "loaded": lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        "cleared": lambda: optimizer.state.clear(),
+        "emptied": lambda: (optimizer.state.clear(), optimizer.param_groups.clear()),
+    }
+    for how, change in changes.items():
+        for _ in range(2):
+            net(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+        gradients = refs(p.grad for p in net.parameters())
+        state = refs(entry for own in optimizer.state.values() for entry in own.values())
+        assert alive(gradients) == len(gradients) > 0 and alive(state) == len(state) > 0
+        optimizer.zero_grad(set_to_none=True)
+        assert not alive(gradients), how
+        change()
+        assert not alive(state), how
+    weights = refs(net.parameters())
+    net = None
+    assert not alive(weights)
 
 
 def test_errors() -> None:

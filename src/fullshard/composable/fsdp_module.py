@@ -652,7 +652,7 @@ class UnshardHandle:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        runtime_of(unit).begin_unshard([unit])
+        runtime_of(unit).begin_user_unshard(unit)
 
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. No-op if called again."""

@@ -1,11 +1,12 @@
-"""Mark unsharded parameters as out of date when an optimizer steps."""
+"""Mark unsharded parameters as out of date when an optimizer steps, and find the sharded ones that it has to step."""
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.optimizer import (
     Optimizer,
@@ -13,11 +14,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
+from fullshard.engine.parameters.sharded import ShardedParameter, managed_by, superseding
 from fullshard.engine.runtime import each_runtime, live_roots, runtime_of
 from fullshard.engine.states import InnerBackward
 from fullshard.engine.unaveraged import warn_of_unaveraged
 from fullshard.engine.unit import Unit
+from fullshard.errors import FullshardError
 from fullshard.progress import PROGRESS
 
 __all__ = ["managed_parameters", "unshards_by_itself", "watch_optimizers"]
@@ -27,21 +29,34 @@ __all__ = ["managed_parameters", "unshards_by_itself", "watch_optimizers"]
 unshards_by_itself: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-# By optimizer: the ids of all its parameters, and those of them that are managed.
-_managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[ShardedParameter]]]]
-_managed = weakref.WeakKeyDictionary()
+class _Known(NamedTuple):
+    """Valid while an optimizer has parameters with these ids, and nothing has been sharded since."""
+
+    sharded: int
+    ids: list[int]
+    managed: list[weakref.ref[ShardedParameter]]  # those of the parameters that units own
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+_sharded = 0  # how often modules were sharded in this process
+_stepping: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
+
+
+def _known_of(optimizer: Optimizer) -> _Known | None:
+    known = _known.get(optimizer)
+    if known is None or known.sharded != _sharded:
+        return None
+    return known if known.ids == [id(p) for group in optimizer.param_groups for p in group["params"]] else None
 
 
 def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParameter]]:
     """Return those of an optimizer's parameters that units own."""
-    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    known = _managed.get(optimizer)
-    if known is None or known[0] != ids:
-        managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
-        known = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
-        if len(known[1]) == len(ids):  # a wrapper may take the others later, and keeps the objects
-            _managed[optimizer] = known
-    return known[1]
+    known = _known_of(optimizer)
+    if known is None:
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        managed = [weakref.ref(p) for p in map(managed_by, every) if p is not None and p.owned]
+        known = _known[optimizer] = _Known(_sharded, list(map(id, every)), managed)
+    return known.managed
 
 
 def _units_of(optimizer: Optimizer) -> list[Unit]:
@@ -52,8 +67,59 @@ def _units_of(optimizer: Optimizer) -> list[Unit]:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if _known_of(optimizer) is None:
+        _take_sharded(optimizer)
+        warn_of_unaveraged(optimizer, live_roots)
     PROGRESS.enter("optimizer step", None)
-    warn_of_unaveraged(optimizer, live_roots)
+    units = _units_of(optimizer)
+    _stepping[optimizer] = [unit.ref for unit in units]
+    for unit in units:
+        if unit.shown is not None and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:
+            unit.reshard()  # what users have written to what they saw is stepped
+
+
+def _take_sharded(optimizer: Optimizer) -> None:
+    """Replace unsharded parameters, and those that sharding has replaced, by the sharded ones: they get the gradients.
+
+    It depends on what the optimizer was given and on its state, which are the same on all ranks.
+
+    Raises:
+        FullshardError: If it is not certain that the optimizer would have been given the sharded ones.
+    """
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {id(p): (p, managed) for p in every if (managed := superseding(p)) is not None}
+    if not found:
+        return
+    names = [managed.describe() for _, managed in found.values()]
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    what = (
+        f"{type(optimizer).__name__} was given parameters that get no gradients: {some}. They were taken before "
+        "sharding has replaced them, or while they were unsharded"
+    )
+    kept = {id(parameter) for parameter in every} - found.keys()
+    targets = {id(managed.optimized) for _, managed in found.values()}
+    for parameter, managed in found.values():
+        if optimizer.state.get(parameter):
+            why = f"it has state for {managed.fqn} already"
+        elif managed.optimized is not managed.sharded or parameter.shape != managed.placement.shape:
+            why = f"{managed.fqn} is a part of a flat parameter (use_orig_params=False)"
+        elif parameter.grad is not None:
+            why = f"{managed.fqn} has a gradient of its own, from before sharding or from a module that is not sharded"
+        elif len(targets) < len(found) or targets & kept:
+            why = "it was given the sharded ones too"
+        else:
+            continue
+        raise FullshardError(
+            f"{what}. The sharded ones cannot take their place: {why}. Build the optimizer from the parameters of the "
+            "sharded model, outside of its forward"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [found[id(p)][1].sharded if id(p) in found else p for p in group["params"]]
+    warnings.warn(
+        f"{what}. The optimizer steps the sharded parameters instead, which it should have been built from: lists of "
+        "parameters that you have made elsewhere, such as for clipping, hold the old ones still",
+        stacklevel=4,
+    )
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
@@ -63,16 +129,13 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     counter they would not (an optimizer does not touch empty shards).
     """
     PROGRESS.leave("optimizer step")
+    units = [unit for unit in (ref() for ref in _stepping.pop(optimizer, ())) if unit is not None]
+    _count(units)
     if optimizer in unshards_by_itself:
         unshards_by_itself.discard(optimizer)
-        _count(_units_of(optimizer))
         return
-    units = _units_of(optimizer)
-    _count(units)
     for unit in units:
         unit.mark_out_of_date()
-        if unit.registration.unsharded and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:
-            unit.reshard()
         if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
             unit.reshard()
             runtime_of(unit).unshard(unit)
@@ -88,13 +151,20 @@ def _count(units: list[Unit]) -> None:
                 log.stepped()
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """Have unsharded parameters marked out of date by the steps of all optimizers, by a hook on those of the process.
 
-    ``FULLSHARD_WATCH_OPTIMIZERS=0`` in the environment leaves it out. Units whose parameters are still unsharded when
-    an optimizer steps then compute with those from before the step until the user calls ``reshard()``.
+    Called whenever modules are sharded. ``FULLSHARD_WATCH_OPTIMIZERS=0`` in the environment leaves it out. Units whose
+    parameters are still unsharded when an optimizer steps then compute with those from before the step until the user
+    calls ``reshard()``.
     """
+    global _sharded  # as the hooks are the process's
+    _sharded += 1
+    _add_hooks()
+
+
+@functools.cache
+def _add_hooks() -> None:
     if os.environ.get("FULLSHARD_WATCH_OPTIMIZERS", "1") != "0":
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)

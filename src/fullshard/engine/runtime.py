@@ -239,6 +239,7 @@ class Runtime:
         for incomplete in filter(None, (ref() for ref in self._of_several_modules)):
             if incomplete.modules_run and incomplete is not unit:
                 self._all_have_run(incomplete, has_backward=has_backward)
+                self._read.append(incomplete)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
@@ -293,8 +294,8 @@ class Runtime:
         self.overlap.note_unsharded([unit for units in launches for unit in units])
 
     def begin_user_unshard(self, unit: Unit) -> None:
-        """Issue the all-gather for ``user_unshard``."""
-        if unit.is_unsharded and unit.is_idle and not unit.user_unshards:
+        """Issue the all-gather for ``user_unshard``, or for an unshard without an end."""
+        if (unit.is_kept or unit.shown is not None) and unit.is_idle and not unit.user_unshards:
             unit.reshard()  # the shards may have been written to since
         self.begin_unshard([unit])
 

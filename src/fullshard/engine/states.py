@@ -31,7 +31,7 @@ class ParameterState(enum.Enum):
 
     SHARDED = "sharded"
     UNSHARDED = "unsharded"  # or their all-gather is in flight
-    KEPT = "kept for backward"  # unsharded since a forward; the next one all-gathers anew
+    KEPT = "kept for backward"  # unsharded since a forward, and not in use; the next one all-gathers anew
     OUT_OF_DATE = "out of date"  # unsharded, and an optimizer has stepped the shards since
     SUMMONED = "summoned"  # sharded, and the modules hold copies of the unsharded ones
 
@@ -57,7 +57,7 @@ _PHASES = {
 _PARAMETER_STATES = {
     ParameterState.SHARDED: (ParameterState.UNSHARDED, ParameterState.SUMMONED),
     ParameterState.UNSHARDED: (ParameterState.SHARDED, ParameterState.KEPT, ParameterState.OUT_OF_DATE),
-    ParameterState.KEPT: (ParameterState.SHARDED, ParameterState.OUT_OF_DATE),
+    ParameterState.KEPT: (ParameterState.SHARDED, ParameterState.UNSHARDED, ParameterState.OUT_OF_DATE),
     ParameterState.OUT_OF_DATE: (ParameterState.SHARDED,),
     ParameterState.SUMMONED: (ParameterState.SHARDED,),
 }

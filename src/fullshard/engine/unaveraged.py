@@ -8,7 +8,6 @@ nor below DistributedDataParallel, nor those with hooks on gradients, which may 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,19 +24,10 @@ from fullshard.engine.unit import Unit
 
 __all__ = ["warn_of_unaveraged"]
 
-_looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()  # the ids of its parameters
-
 
 def warn_of_unaveraged(optimizer: Optimizer, roots: Callable[[], list[Unit]]) -> None:
-    """Warn, once per optimizer, of its plain parameters in the modules of the units that ``roots`` returns.
-
-    No-op unless the optimizer has got parameters since the last call.
-    """
+    """Warn of plain parameters of an optimizer in the modules of the units that ``roots`` returns."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = [id(p) for p in parameters]
-    if _looked_at.get(optimizer) == ids:
-        return
-    _looked_at[optimizer] = ids
     plain = {id(p) for p in parameters if p.requires_grad and not isinstance(p, DTensor) and managed_by(p) is None}
     if not plain:
         return

@@ -282,6 +282,8 @@ class Unit:
         """Wait for the all-gathers, and have the modules hold the unsharded parameters."""
         for bucket in self.buckets:
             bucket.wait_for_unshard()
+        if self.parameter_state is ParameterState.KEPT:
+            self._move_parameters(ParameterState.UNSHARDED)
         if not self.registration.unsharded:
             self.registration.use_unsharded()
 

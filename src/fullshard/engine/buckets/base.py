@@ -156,11 +156,6 @@ class Bucket:
         raise NotImplementedError
 
     @property
-    def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
-        """The buffer in which the parameters lie that optimizers step one by one; None if they lie in none."""
-        return None
-
-    @property
     def optimizer_parameters(self) -> list[nn.Parameter]:
         """The parameter objects that optimizers are given: the original ones, or the visible flat parameter."""
         return [parameter.sharded for parameter in self.parameters] if self.handle is None else [self.handle.flat]
@@ -381,11 +376,6 @@ class BufferBucket(Bucket):
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded buffer while it has memory."""
         return self.layout.unsharded_numel * self.storage.param_dtype.itemsize
-
-    @property
-    def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
-        """The shard buffer; None if optimizers step the flat parameter that is all of it."""
-        return self.shard_buffer if self.handle is None else None
 
     def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
         """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""

@@ -72,6 +72,11 @@ class FlatShardedParameter(SliceParameter):
         """True if the parameter, or the visible flat parameter that it is in, requires a gradient."""
         return self.sharded.requires_grad if self.handle is None else self.handle.flat.requires_grad
 
+    @property
+    def optimized(self) -> nn.Parameter:
+        """The original parameter object, or the visible flat parameter that it is in."""
+        return self.sharded if self.handle is None else self.handle.flat
+
     def place(self, local: torch.Tensor) -> None:
         """Point the sharded parameter at ``local``; the parameter object stays the same wherever that is possible."""
         old, self.local = self.sharded, local

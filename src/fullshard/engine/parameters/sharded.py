@@ -63,11 +63,14 @@ __all__ = [
     "keep_gradient_dtype",
     "managed_by",
     "mark",
+    "mark_unsharded",
+    "superseding",
     "unmark",
     "value_of",
 ]
 
 _MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
+_UNSHARDED_OF = "_fullshard_unsharded_of"  # attribute of unsharded ones
 
 
 class Owner(NamedTuple):
@@ -195,6 +198,7 @@ class ShardedParameter:
         if len(self.owners) > 1:
             self.accumulate_in_reduce_dtype()
         unsharded.__dict__.update(self.attributes)
+        mark_unsharded(unsharded, self)
         self._collect_gradients()
 
     def follow_requires_grad(self) -> None:
@@ -220,6 +224,11 @@ class ShardedParameter:
     def is_trained(self) -> bool:
         """True if the parameter requires a gradient, or did in its unit's last forward: flags may change in between."""
         return self.requires_grad or (self.has_unsharded and self.unsharded.requires_grad)
+
+    @property
+    def optimized(self) -> nn.Parameter:
+        """The parameter object that optimizers are given."""
+        return self.sharded
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
@@ -510,6 +519,24 @@ def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the state of a parameter that is, or was before it was sharded, managed by a unit; else None."""
     mark = getattr(parameter, _MANAGED_BY, None)
     return mark() if isinstance(mark, _Mark) else None
+
+
+def mark_unsharded(parameter: nn.Parameter, managed: ShardedParameter) -> None:
+    """Have ``superseding`` find ``managed`` for this object, which modules hold while they compute."""
+    parameter.__dict__[_UNSHARDED_OF] = _Mark(managed)
+
+
+def superseding(parameter: torch.Tensor) -> ShardedParameter | None:
+    """Return the state of the parameter that an optimizer has to be given in place of this object, because sharding has
+    replaced it or it is an unsharded one; None for all others.
+    """
+    managed = managed_by(parameter)
+    if managed is None:
+        mark = getattr(parameter, _UNSHARDED_OF, None)
+        managed = mark() if isinstance(mark, _Mark) else None
+    if managed is None or not managed.owned or managed.unit() is None or managed.optimized is parameter:
+        return None
+    return managed
 
 
 class _Mark(weakref.ref[ShardedParameter]):
