@@ -7,5 +7,6 @@
 - ``operations.py``   what programs do: train, accumulate, evaluate, unshard, save, raise
 - ``programs.py``     the programs: a model, how it is sharded, operations; ``draw.py``: those of a seed
 - ``comparison.py``   runs a program under both libraries; what differs
+- ``running.py``      runs them on ranks; the tests are in two files, for two processes
 - ``allowed.py``      the one list of differences that are meant, each with its row of ``docs/differences.md``
 """

@@ -185,6 +185,25 @@ ALLOWED: tuple[Allowed, ...] = (
         "wrapper True",
         lambda d: _wrapper(d) and d.point.startswith("post-accumulate") and d.theirs == "never reached",
     ),
+    Allowed(
+        "parameters inside summon_full_params",
+        "parameters inside `summon_full_params` with `use_orig_params=True`",
+        "edits arrive together, when the block ends, or not at all",
+        "wrapper True, summoned",
+        lambda d: _wrapper(d) and d.what == "identity" and re.fullmatch(r"\d+ summon: inside", d.where) is not None,
+    ),
+    Allowed(
+        "hooks in each backward",
+        "backwards that reach parameters only through what was computed after forward, such as a head on chunks",
+        "no gradient stays unreduced if the backward of the forward itself does not come",
+        "chunked head",
+        lambda d: (
+            d.front_end == "fully_shard"
+            and "chunked_head" in d.where
+            and d.point.startswith("post-accumulate")
+            and (d.theirs, d.ours) == ("never reached", "reached")
+        ),
+    ),
 )
 
 

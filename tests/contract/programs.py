@@ -107,7 +107,8 @@ def made(library: ModuleType, value: Any) -> Any:
 # -------------------------------------------------------------------- parts of programs
 
 BLOCKS = ("blocks.0", "blocks.1")
-LIFE: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
+LIFE: tuple[Operation, ...] = (("train",), ("evaluate",), ("save",), ("train",))
+LONG: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
 SHORT: tuple[Operation, ...] = (("train", 2),)
 
 
@@ -142,7 +143,7 @@ def composable() -> list[Program]:
     grouped = units(*BLOCKS, ("norm", "head"), "")
     return [
         *(
-            replace(stacked, name=f"stack raf={r}", units=units(*BLOCKS, "", reshard_after_forward=r))
+            replace(stacked, name=f"stack raf={r}", units=units(*BLOCKS, "", reshard_after_forward=r), operations=LONG)
             for r in (None, True, False)
         ),
         replace(stacked, name="stack raf int", units=units(*BLOCKS, "", reshard_after_forward=2), world=4),
@@ -190,7 +191,7 @@ def composable() -> list[Program]:
         ),
         Program("odd", Odd, units("conv", ""), SHORT),
         Program("conv", Conv, units("first", "norm", ""), LIFE),
-        formed,
+        replace(formed, operations=LONG),
         replace(formed, name="transformer raf=False", units=units(*BLOCKS, "", reshard_after_forward=False)),
         replace(formed, name="group of norm and head", units=grouped),
         replace(
@@ -604,7 +605,7 @@ def wrappers() -> list[Program]:
     found = []
     for orig in (True, False):
         by_unit = units(*BLOCKS, "", use_orig_params=orig)
-        stacked = Program(f"wrapper {orig}", stack, by_unit, (("train", 2), ("evaluate",), ("train",)), wrapper=True)
+        stacked = Program(f"wrapper {orig}", stack, by_unit, (("train",), ("evaluate",), ("train",)), wrapper=True)
         formed = replace(stacked, name=f"wrapped transformer {orig}", model=transformer())
         found += [
             stacked,
