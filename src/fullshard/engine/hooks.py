@@ -377,7 +377,7 @@ def _untraced() -> Iterator[None]:
         with outside_transforms():
             yield
     finally:
-        torch._C._set_dispatch_mode(tracer)
+        torch._C._set_dispatch_mode(tracer)  # type: ignore[arg-type]  # outside_transforms has seen it
 
 
 def current_backward() -> int:
