@@ -536,8 +536,8 @@ class Runtime:
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()
-        elif not unit.policy.form.shows_kept(for_backward=False):
-            unit.register_sharded()
+        elif not unit.policy.form.has_flat_parameters:
+            unit.register_sharded()  # which have the gradients
 
     # ---------------------------------------------------------------- reductions
 
