@@ -119,7 +119,8 @@ class Runtime:
                 PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 with hooks.outside_transforms():
-                    self._reshard_if_left_over(unit)
+                    if self._open_forwards == 1 or not self._root_runs:  # else what is kept is of this forward
+                        self._reshard_if_left_over(unit)
                     unit.enter_phase(Phase.FORWARD)
                     self.unshard(unit)
                     self._prefetch_forward(unit)
