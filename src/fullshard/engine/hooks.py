@@ -24,9 +24,9 @@ reduced at the end of the pass.
 [Note: Transforms]
 Forward-mode differentiation and the transforms of torch.func compute with several tensors behind one: primal, tangent,
 and those of each level of transforms. Each may have a backward, in a graph of its own. So inputs and outputs pass
-through an autograd function there, which torch applies on each level, and which applies itself to tangents. The backward
-of such a forward ends with the pass. What the engine computes, in forward and in backward, is not to be differentiated,
-batched or traced.
+through an autograd function there, which torch applies on each level, and which applies itself to tangents. The
+backward of such a forward ends with the pass. What the engine computes, in forward and in backward, is not to be
+differentiated, batched or traced.
 """
 
 from __future__ import annotations
