@@ -103,6 +103,13 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda d: d.program == "language, tied across units",
     ),
     Allowed(
+        "kept after backward",
+        "parameters after a backward with `set_reshard_after_backward(False)`",
+        "what is read, clipped and given to optimizers after a backward are the parameters that have the gradients",
+        "accumulation, kept",
+        lambda d: "reshard_after_backward" in d.operations and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor"),
+    ),
+    Allowed(
         "gradients of a failed step",
         "exception in forward or backward",
         "nothing of a step that has failed is in the next one",

@@ -119,7 +119,8 @@ class Runtime:
                 PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 with hooks.outside_transforms():
-                    self._reshard_if_left_over(unit)
+                    if self._open_forwards == 1 or not self._root_runs:  # else what is kept is of this forward
+                        self._reshard_if_left_over(unit)
                     unit.enter_phase(Phase.FORWARD)
                     self.unshard(unit)
                     self._prefetch_forward(unit)
@@ -536,8 +537,8 @@ class Runtime:
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()
-        elif not unit.policy.form.shows_kept(for_backward=False):
-            unit.register_sharded()
+        elif not unit.policy.form.has_flat_parameters:
+            unit.register_sharded()  # which have the gradients
 
     # ---------------------------------------------------------------- reductions
 
