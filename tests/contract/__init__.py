@@ -1,6 +1,7 @@
 """The contract test: what a program can observe under torch's FSDP1 and FSDP2, and under fullshard, at every moment.
 
-``pytest tests/contract`` runs the programs, ``python -m tests.contract --seed 0 -n 1000`` more random ones.
+``pytest tests/contract`` runs many programs, ``python -m tests.contract --all-programs`` all that have names, and
+``python -m tests.contract --seed 0 -n 1000`` more random ones.
 
 - ``recorder.py``     what can be observed, and when; every point of a program at which code of its author can run
 - ``modules.py``      models that the programs use beside those of ``tests/models.py``

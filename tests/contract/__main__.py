@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=100, help="random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
     parser.add_argument("-k", help="the named programs that match this pattern, in place of random ones")
+    parser.add_argument("--all-programs", action="store_const", const="", dest="k", help="all named programs")
     parser.add_argument("--all", action="store_true", help="print each difference, also what is allowed")
     given = parser.parse_args()
     names: list[str | int] = list(range(given.seed, given.seed + given.n))

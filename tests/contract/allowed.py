@@ -107,7 +107,9 @@ ALLOWED: tuple[Allowed, ...] = (
         "parameters after a backward with `set_reshard_after_backward(False)`",
         "what is read, clipped and given to optimizers after a backward are the parameters that have the gradients",
         "accumulation, kept",
-        lambda d: "reshard_after_backward" in d.operations and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor"),
+        lambda d: (
+            "reshard_after_backward" in d.operations and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor")
+        ),
     ),
     Allowed(
         "gradients of a failed step",

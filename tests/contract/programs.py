@@ -657,3 +657,49 @@ def wrappers() -> list[Program]:
 
 
 PROGRAMS = {program.name: program for program in (*composable(), *wrappers())}
+
+# Settings and operations of other programs in another combination, which random programs have, too.
+ONLY_BY_COMMAND = {
+    "one unit raf=True",
+    "five blocks",
+    "frozen raf=False",
+    "mlp, one unit per two layers",
+    "without module hooks",
+    "adam",
+    "transformer raf=False",
+    "group raf=False",
+    "group with the embedding",
+    "blocks run twice raf=False",
+    "noted inside raf=False",
+    "head outside by weight",
+    "head outside, unit raf=False",
+    "chunked head, group",
+    "frozen inside, first step",
+    "backward inside raf=False",
+    "branches in a group raf=False",
+    "two forwards raf=False",
+    "accumulation raf=False",
+    "kept transformer, checkpointed, reentrant=False",
+    "kept transformer, checkpointed, reentrant=True",
+    "setting of a block changed",
+    "optimizer built after a backward",
+    "cast after a step",
+    "exception in forward raf=False",
+    "stack bf16, cast",
+    "transformer bf16",
+    "stack reduced in bf16",
+    "transformer bf16, reduced in fp32",
+    "offload raf=False",
+    "part after the whole",
+    "wrapped transformer True",
+    "wrapper False, one unit",
+    "wrapper True, SHARD_GRAD_OP",
+    "wrapper False, NO_SHARD",
+    "wrapper True, bf16",
+    "wrapper False, clipped",
+    "wrapper True, head outside",
+    "wrapper False, two forwards",
+    "wrapper True, gradients of inputs",
+}
+SUITE = {name: program for name, program in PROGRAMS.items() if name not in ONLY_BY_COMMAND}
+assert PROGRAMS.keys() >= ONLY_BY_COMMAND, "each of these is the name of a program"

@@ -1,6 +1,7 @@
 """Programs with ``FullyShardedDataParallel``, and random ones with ``fully_shard``, see what they see under torch.
 
-``python -m tests.contract --seed 0 -n 1000`` runs more random ones.
+The suite has some of both. ``python -m tests.contract --all-programs`` runs all that have names, and
+``python -m tests.contract --seed 0 -n 1000`` more random ones.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import nn
 import fullshard
 from contract.comparison import compare_points
 from contract.operations import Session
-from contract.programs import PROGRAMS
+from contract.programs import PROGRAMS, SUITE
 from contract.running import check, check_entries
 from ranks import Rank, RankPool, on_ranks
 
 SEEDS = range(24)
-NAMES = [name for name, program in PROGRAMS.items() if program.wrapper]
+NAMES = [name for name, program in SUITE.items() if program.wrapper]
 
 
 @pytest.mark.parametrize("name", NAMES)
