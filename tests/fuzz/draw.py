@@ -160,7 +160,7 @@ class _Drawing:
         if self.maybe(0.25):
             given["inputs"] = True
         if self.maybe(0.2):
-            given["toggle"] = (self.choices.randrange(4), self.one("restored", "restored", "left", "after"))
+            given["toggle"] = (self.choices.randrange(4), self.one("restored", "objects", "left", "after"))
         if self.maybe(0.25):
             given["outside"] = self.one("called", "read", "backwards")
         return given if _is_possible_loss(plan, name, given) else {}
@@ -252,13 +252,15 @@ def _is_possible_loss(plan: HistoryPlan, name: str, given: dict[str, Any]) -> bo
     model, front_end = plan.model, plan.front_end
     blocks = list(every_block(model))
     kind, outside, toggle = given.get("loss", "square"), given.get("outside", ""), given.get("toggle")
-    if kind == "jvp" and (outside or any(block.checkpoint or block.compiled for block in blocks)):
+    if kind == "jvp" and (outside or toggle or any(block.checkpoint or block.compiled for block in blocks)):
         return False
     if toggle is not None:
         number = toggle[0] % len(model.blocks)
         if any(block.compiled for block in blocks) or not _has_flags(plan, number):
             return False
-        if toggle[1] != "restored" and (plan.optimizer.name == "muon" or any(block.checkpoint for block in blocks)):
+        if toggle[1] in ("left", "after") and (
+            plan.optimizer.name == "muon" or any(block.checkpoint for block in blocks)
+        ):
             return False
     if not outside:
         return True

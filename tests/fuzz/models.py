@@ -175,10 +175,12 @@ def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def toggled(block: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
     """The block's tensor, while flags of its parameters change.
 
-    ``how``: "restored": it also runs frozen and without gradients, as the reference of a preference loss does. "left":
-    and stays frozen. "after": it runs, and is frozen then.
+    ``how``: "restored": it also runs frozen and without gradients, as the reference of a preference loss does.
+    "objects": the same, with the parameter objects that it held before. "left": and stays frozen. "after": it runs, and
+    is frozen then.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
+    before = list(block.parameters())
+    flags = [parameter.requires_grad for parameter in before]
     if how == "after":
         x = call(block, x)
         block.requires_grad_(False)
@@ -186,8 +188,8 @@ def toggled(block: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
     block.requires_grad_(False)
     with torch.no_grad():
         frozen = call(block, x)
-    if how == "restored":
-        for parameter, flag in flags:
+    if how != "left":
+        for parameter, flag in zip(before if how == "objects" else block.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
     return call(block, x) + 0.5 * torch.tanh(frozen)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -311,8 +312,8 @@ class Operations:
     def edit_gradients(self, loss: Loss, /, factor: float = 0.5, **_: Any) -> None:
         """Write to the gradients after a backward."""
         self.backward(loss)
-        for side in (self.ours, self.theirs):
-            for parameter in side.model.parameters():
+        for optimizer in itertools.chain(*self.optimizers):  # modules may hold unsharded parameters, which have none
+            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
@@ -412,7 +413,7 @@ class Operations:
             self.forward_only(loss)
         elif after:
             self.evaluate(loss)
-        elif self.plan.front_end.keep or self.plan.optimizer.mode == "overlap":
+        elif self.plan.optimizer.mode == "overlap":
             reshard_all(self.ours.model)
 
     def _block(self, side: Side, number: int) -> Any:

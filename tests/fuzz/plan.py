@@ -122,7 +122,7 @@ class FrontEnd:
     def shows_whole(self) -> bool:
         """Whether the root's parameters are unsharded from a forward to its backward."""
         if self.name == "wrapper":
-            return not self.orig or self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
+            return not self.orig or self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
         return self.reshard is None or self.reshard is False
 
     @property

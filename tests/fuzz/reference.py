@@ -29,8 +29,8 @@ def _own_gradient(parameter: torch.Tensor) -> None:
     Autograd takes what it computes for ``.grad`` as it is, and adds the next gradient in place: where two parameters
     have one gradient (``a.view(1, -1) + b.view(1, -1)``), to both at once.
     """
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.clone()
+    if parameter.grad is not None:  # else it was frozen since its forward
+        parameter.grad = parameter.grad.clone()
 
 
 class Reference(Side):

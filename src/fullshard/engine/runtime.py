@@ -536,7 +536,9 @@ class Runtime:
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()
-        elif not unit.policy.form.shows_kept(for_backward=False):
+        elif unit.policy.form.shows_kept(for_backward=False):
+            unit.show_unsharded()
+        else:
             unit.register_sharded()
 
     # ---------------------------------------------------------------- reductions
