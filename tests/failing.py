@@ -37,14 +37,17 @@ class OutOfMemoryAt(TorchDispatchMode):
 
     Args:
         place: Counted from 0; -1: nowhere, to count the places.
+        launches: Places count from the end of so many launches on: which allocations come before differs by rank.
     """
 
-    def __init__(self, place: int = -1) -> None:
+    def __init__(self, place: int = -1, launches: int = 0) -> None:
         super().__init__()
-        self.place, self.places = place, 0
+        self.place, self.places, self.launches = place, 0, launches
         self._patch = pytest.MonkeyPatch()
 
     def _pass(self) -> None:
+        if self.launches > 0:
+            return
         self.places += 1
         if self.places - 1 == self.place:
             raise torch.OutOfMemoryError("out of memory, as the test wants it")
@@ -65,6 +68,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 
         def issue_all(calls: Any) -> Any:
             self._pass()
+            self.launches -= 1
             return issue(calls)
 
         self._patch.setattr(torch.UntypedStorage, "resize_", resize_)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from compare import assert_close
-from front_ends import assert_at_rest, assert_trains_alike
-from fullshard import fully_shard, unsharded
+from front_ends import CLOSE, assert_at_rest, assert_trains_alike
+from fullshard import clip_grad_norm_, fully_shard, unsharded
 from fullshard.comm import record
 from ranks import Rank, on_ranks
 
@@ -189,3 +189,53 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
         everyone: list[Any] = [None] * rank.world_size
         dist.all_gather_object(everyone, in_step)
         assert everyone[0] == everyone[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", ["after forward", "after backward"])
+def test_shown_parameters_stand_for_the_sharded_ones(rank: Rank, kept: str) -> None:
+    """While modules show unsharded parameters, clipping, zero_grad, flags, writes and replacements count."""
+    torch.manual_seed(0)
+    reference, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.ones(2, 4)
+    model = fully_shard(copy.deepcopy(reference), reshard_after_forward=False)
+    sharded = model[1].weight
+    model.set_reshard_after_backward(kept != "after backward")
+
+    def show() -> nn.Parameter:
+        """Have the model show unsharded parameters, and sharded ones have gradients, as the reference has them."""
+        for side in (reference, model):
+            side(x).sum().backward()
+        if kept == "after forward":
+            with torch.no_grad():
+                model(x)
+        shown = model[1].weight
+        assert not isinstance(shown, DTensor)
+        return shown
+
+    show()
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "norm", **CLOSE)
+    assert_close(sharded.grad.full_tensor(), reference[1].weight.grad, "clipped", **CLOSE)
+    for to_none in (False, True):
+        model.zero_grad(set_to_none=to_none)
+        assert sharded.grad is None if to_none else not sharded.grad.full_tensor().any()
+    reference.zero_grad()
+    sharded.requires_grad_(False)
+    reference[1].weight.requires_grad_(False)
+    show()
+    assert sharded.grad is None
+    model[1].weight.requires_grad_(True)
+    reference[1].weight.requires_grad_(True)
+    with torch.no_grad():
+        for side in (reference, model):
+            side[1].weight.mul_(0.5)
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    reference[0].weight = nn.Parameter(reference[0].weight.detach() * 2)
+    model.zero_grad()
+    reference.zero_grad()
+    show()
+    model.reshard()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name)
+        assert_close(parameter.full_tensor(), expected.detach(), name, **CLOSE)
+        assert_close(parameter.grad.full_tensor(), expected.grad, f"gradient of {name}", **CLOSE)

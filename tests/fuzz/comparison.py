@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compare import fqn_of
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.flat import FlatShardedParameter
-from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
+from fullshard.engine.parameters.sharded import ShardedParameter, managed_by, superseding
+from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.states import Phase
 from fuzz.models import Root
 
@@ -44,7 +45,7 @@ class Pair(NamedTuple):
     fqn: str
     holder: nn.Module
     name: str
-    piece: ShardedParameter | None  # of the wrapper; None: a DTensor
+    piece: ShardedParameter | None  # None: it was added after sharding, and is not sharded
     expected: nn.Parameter
 
     @property
@@ -52,33 +53,38 @@ class Pair(NamedTuple):
         """What the module holds now."""
         return self.holder._parameters.get(self.name)
 
-    def values(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This rank's part of the parameter, and what it should be; None if what the module holds is not sharded."""
-        if self.piece is not None:
-            return self.piece.local, self.part_of(self.expected.detach())
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the module holds, this rank's part or all of the parameter, and what it should be."""
+        held, whole = self.held, self.expected.detach()
+        if held is None:
+            assert self.piece is not None  # in a flat parameter
+            return self.piece.local, self.part_of(whole)
+        if isinstance(held, DTensor):
+            return held.detach().to_local(), self.part_of(whole)
+        return held.detach(), whole if held.shape == whole.shape else self.part_of(whole)
+
+    def full_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``values``, but all of DTensors: all ranks call it."""
         held = self.held
         if not isinstance(held, DTensor):
-            return None
-        return held.detach().to_local(), self.part_of(self.expected.detach())
+            return self.values()
+        return held.detach().full_tensor(), self.expected.detach()
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The same of gradients."""
-        whole = self.expected.grad
-        if self.piece is not None:
-            return self.piece.local_gradient, None if whole is None else self.part_of(whole)
-        held = self.held
-        gradient = None if held is None else held.grad
-        if not isinstance(gradient, DTensor):
-            return gradient, whole
-        return gradient.to_local(), None if whole is None else self.part_of(whole)
+        """This rank's part of the gradient, and what it should be."""
+        whole, held, piece = self.expected.grad, self.held, self.piece
+        if piece is None:
+            return None if held is None else held.grad, whole
+        replaced = held is not None and held is not piece.sharded and held is not getattr(piece, "unsharded", None)
+        gradient = held.grad if replaced and held is not None else piece.local_gradient
+        return gradient, None if whole is None else self.part_of(whole)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor like the whole parameter."""
-        if isinstance(self.piece, FlatShardedParameter):
+        if isinstance(self.piece, SliceParameter):
             return self.piece.local_part(whole)
-        held = self.held
-        assert isinstance(held, DTensor)
-        return _part(whole, held)
+        assert self.piece is not None and isinstance(self.piece.sharded, DTensor)
+        return _part(whole, self.piece.sharded)
 
 
 def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -107,8 +113,11 @@ def _held(model: nn.Module, reference: Root) -> Iterator[Pair]:
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                fqn = f"{path}.{name}" if path else name
-                yield Pair(fqn, module, name, None, reference.get_parameter(fqn))
+                fqn = fqn_of(f"{path}.{name}" if path else name)
+                if isinstance(parameter, FlatParameter):
+                    continue
+                piece = managed_by(parameter) or superseding(parameter)
+                yield Pair(fqn, module, name, piece, reference.get_parameter(fqn))
 
 
 def _wrapped(model: nn.Module, reference: Root) -> Iterator[Pair]:
@@ -120,6 +129,9 @@ def _wrapped(model: nn.Module, reference: Root) -> Iterator[Pair]:
                 fqn = f"{paths[id(module)]}{owner.name}".lstrip(".")
                 assert module is not None
                 yield Pair(fqn, module, owner.name, piece, reference.get_parameter(fqn))
+    for pair in _held(model, reference):
+        if pair.piece is None:
+            yield pair
 
 
 def flat_groups(found: list[Pair]) -> list[list[nn.Parameter]]:
@@ -134,11 +146,8 @@ def flat_groups(found: list[Pair]) -> list[list[nn.Parameter]]:
 def differences(found: list[Pair], tolerance: Tolerance) -> Iterator[str]:
     """What differs between the sharded model and the reference, in words."""
     for pair in found:
-        values = pair.values()
-        if values is None:
-            yield f"not sharded: {pair.fqn} is a {type(pair.held).__name__}"
-            continue
-        yield from difference(f"parameter {pair.fqn}", *values, tolerance.of_parameters, pair.expected.detach())
+        whole = pair.expected.detach()
+        yield from difference(f"parameter {pair.fqn}", *pair.values(), tolerance.of_parameters, whole)
         gradient, expected = pair.gradients()
         if (gradient is None) != (expected is None):
             size = "" if expected is None else f", whose largest element is {_largest(expected):.3g}"

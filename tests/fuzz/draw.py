@@ -47,8 +47,10 @@ class _Drawing:
         optimizer = self.optimizer(front_end)
         plan = HistoryPlan(self.seed, model, front_end, optimizer)
         count = self.choices.randint(MIN_OPERATIONS, MAX_OPERATIONS)
-        operations = tuple(self.operation(plan, number) for number in range(1, count + 1))
-        return replace(plan, operations=operations)
+        operations = [self.operation(plan, number) for number in range(1, count + 1)]
+        if front_end.name != "wrapper" and self.maybe(0.08):  # before the first forward
+            operations.insert(0, Operation("add", 0, {"block": self.choices.randrange(4), "unit": True}))
+        return replace(plan, operations=tuple(operations))
 
     # ---------------------------------------------------------------- front ends
 
@@ -78,6 +80,7 @@ class _Drawing:
             reshard=False if keep else self.one(None, None, True, False, mesh[-1]),
             keep=keep,
             columns=self.maybe(0.1),
+            ragged=self.maybe(0.15),
             **common,
         )
 
@@ -148,7 +151,7 @@ class _Drawing:
     def loss(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
         given: dict[str, Any] = {}
         if name in WITH_BACKWARD and self.maybe(0.25):
-            given["loss"] = self.one(*DOUBLE_BACKWARD)
+            given["loss"] = self.one(*DOUBLE_BACKWARD, "jvp")
         if self.maybe(0.25):
             count = len(plan.model.blocks)
             given["run"] = [self.choices.randrange(count) for _ in range(self.choices.randint(1, count + 1))]
@@ -156,7 +159,11 @@ class _Drawing:
             given["every"] = False
         if self.maybe(0.25):
             given["inputs"] = True
-        return given
+        if self.maybe(0.2):
+            given["toggle"] = (self.choices.randrange(4), self.one("restored", "objects", "left", "after"))
+        if self.maybe(0.25):
+            given["outside"] = self.one("called", "read", "backwards")
+        return given if _is_possible_loss(plan, name, given) else {}
 
     def arguments(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
         block, none = self.choices.randrange(4), self.maybe(0.6)
@@ -185,6 +192,13 @@ class _Drawing:
             "prefetch_bytes": {"budget": self.one(None, 0, 10_000, 10_000_000)},
             "reshard_after_forward": {"enable": self.maybe(0.5)},
             "fail": {"block": block, "where": self.one("forward", "backward")},
+            "write": {"after": self.one(*POINTS), "way": self.one("mul", "copy")},
+            "new_optimizer": {"after": self.one(*POINTS)},
+            "replace": {"after": self.one("", *POINTS), "number": self.choices.randrange(20)},
+            "add": {"block": block},
+            "move": {"to": self.one("dtype", "dtype", "cpu"), "runs": self.maybe(0.5)},
+            "read": {"block": block, "where": self.one("pre", "post", "between")},
+            "out_of_memory": {"launches": self.choices.randrange(8), "place": self.one(0, 0, 1, 2)},
         }
         given: dict[str, Any] = drawn.get(name, {})
         if name == "several_graphs":  # numbers of batches, all of which have a graph
@@ -192,7 +206,11 @@ class _Drawing:
         return given
 
 
+POINTS = ("", "forward", "evaluation")  # what an operation comes after
 WITH_BACKWARD = ("train", "accumulate_gradients", "microbatches", "several_graphs", "clip", "edit_gradients")
+# Backwards of one forward after the other: what was computed after a forward has its backward before the next.
+WITH_OUTSIDE = {*WITH_BACKWARD, "input_gradients", "state_dict", "fail", "forward_only", "read", "out_of_memory"}
+WITH_OUTSIDE -= {"several_graphs"}
 WEIGHTS = {
     "train": 10,
     "accumulate_gradients": 5,
@@ -218,7 +236,49 @@ WEIGHTS = {
     "prefetch_bytes": 1,
     "reshard_after_forward": 1,
     "fail": 2,
+    "unsharded_loss": 1,
+    "write": 2,
+    "new_optimizer": 2,
+    "replace": 1,
+    "add": 1,
+    "move": 2,
+    "read": 3,
+    "out_of_memory": 2,
 }
+
+
+def _is_possible_loss(plan: HistoryPlan, name: str, given: dict[str, Any]) -> bool:
+    """Whether the contract of the front end allows what happens inside and after the forward."""
+    model, front_end = plan.model, plan.front_end
+    blocks = list(every_block(model))
+    kind, outside, toggle = given.get("loss", "square"), given.get("outside", ""), given.get("toggle")
+    if kind == "jvp" and (outside or toggle or any(block.checkpoint or block.compiled for block in blocks)):
+        return False
+    if toggle is not None:
+        number = toggle[0] % len(model.blocks)
+        if any(block.compiled for block in blocks) or not _has_flags(plan, number):
+            return False
+        if toggle[1] in ("left", "after") and (
+            plan.optimizer.name == "muon" or any(block.checkpoint for block in blocks)
+        ):
+            return False
+    if not outside:
+        return True
+    if kind != "square":
+        return False
+    shown = front_end.shows_whole or name == "unsharded_loss"
+    if name == "evaluate":
+        return front_end.shows_without_gradients and outside != "backwards"
+    if outside == "backwards" and name in ("input_gradients", "forward_only"):
+        return False
+    return shown and name in WITH_OUTSIDE | {"unsharded_loss"}
+
+
+def _has_flags(plan: HistoryPlan, number: int) -> bool:
+    """Whether the flags of a block can be changed, and no other changes with them."""
+    model, front_end = plan.model, plan.front_end
+    alone = model.blocks[number].unit and not (model.block_unit and number < 2)
+    return not front_end.flat or (alone and not model.tied_blocks)
 
 
 def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> bool:
@@ -232,6 +292,8 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         if reentrant or compiled or model.tokens or lossy:
             return False
     if name == "accumulate_gradients" and arguments["times"] > 1:
+        if "outside" in arguments:
+            return False
         return all(block.compiled != "aot_eager" for block in blocks)
     if name == "input_gradients":
         return not (reentrant or model.tokens)
@@ -240,12 +302,18 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
     if name == "edit":
         return plan.optimizer.mode != "overlap" or front_end.name != "wrapper"
     if name in ("freeze", "child"):
-        chosen = model.blocks[arguments["block"] % len(model.blocks)]
-        tied = model.tied_blocks and (name == "child" or front_end.flat)
-        alone = chosen.unit and not (model.block_unit and arguments["block"] % len(model.blocks) < 2)
+        number = arguments["block"] % len(model.blocks)
+        chosen = model.blocks[number]
         if name == "child":
-            return alone and not tied and not lossy and not chosen.compiled
-        return not front_end.flat or (alone and not tied)
-    if name == "fail":
+            alone = chosen.unit and not (model.block_unit and number < 2)
+            return alone and not model.tied_blocks and not lossy and not chosen.compiled
+        return _has_flags(plan, number)
+    if name in ("fail", "add", "move", "out_of_memory"):
         return not any(block.compiled for block in blocks)
+    if name == "replace":
+        return not front_end.flat
+    if name == "microbatches" and arguments["evaluates"] and "outside" in arguments:
+        return front_end.shows_without_gradients and arguments["outside"] != "backwards"
+    if name == "unsharded_loss":
+        return front_end.name != "wrapper"
     return name != "keep_unsharded" or front_end.name != "wrapper" or not arguments["trains"]

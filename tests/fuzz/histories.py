@@ -71,10 +71,7 @@ class History(Operations):
         self.theirs = Reference(build(plan.model, plan.seed), rank.world_size)
         self.ours = Side(shard(root, front_end, rank))
         self.made_anew(self.ours.model)
-        self.optimizers = (
-            optimizers(self.ours.model, plan.optimizer, plan.front_end, sharded=True),
-            optimizers(self.theirs.model, plan.optimizer, plan.front_end, sharded=False),
-        )
+        self.new_optimizers()
         single = any(block.kind == "dtypes" for block in every_block(plan.model))
         self.tolerance = ROUNDED if front_end.fp16 else SINGLE if single else EXACT
 
@@ -82,6 +79,14 @@ class History(Operations):
         """``model`` is the sharded one from now on."""
         self.ours = Side(model)
         self.pairs = pairs(model, self.theirs.model, wrapped=self.plan.front_end.name == "wrapper")
+
+    def new_optimizers(self) -> None:
+        """Build them from the parameters that both models show now."""
+        plan = self.plan
+        self.optimizers = (
+            optimizers(self.ours.model, plan.optimizer, plan.front_end, sharded=True),
+            optimizers(self.theirs.model, plan.optimizer, plan.front_end, sharded=False),
+        )
 
     # ---------------------------------------------------------------- running and comparing
 
@@ -156,7 +161,15 @@ class History(Operations):
         """Have the reference do the same for all ranks, and compare what came out on this one."""
         results = self.theirs.average(work)
         self.theirs.fill(flat_groups(self.pairs))
+        self._average_added()
         self.expect("loss", mine, results[self.rank.rank])
+
+    def _average_added(self) -> None:
+        """What users do who add parameters: gradients are of this rank only."""
+        for pair in self.pairs:
+            if pair.piece is None and pair.held is not None and pair.held.grad is not None:
+                dist.all_reduce(pair.held.grad)
+                pair.held.grad.div_(self.rank.world_size)
 
     def step(self) -> None:
         """Of both sides' optimizers."""

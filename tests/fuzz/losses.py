@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import linear
 
 from containers import tensors_of
 from fuzz.models import FEATURES, VOCABULARY, Sizes, set_rank
@@ -28,6 +30,10 @@ class Loss:
         run: Which blocks run; None: all.
         every: Whether all of the root's outputs count, or the first.
         inputs: Whether inputs require gradients anyway.
+        toggle: Flags that change inside of the forward; see ``Root.forward``.
+        outside: How logits are computed after the forward: the head "called", or its weight "read", or "backwards":
+            called, with a backward for each chunk. "": inside of it.
+        dtype: Of inputs.
     """
 
     plan: ModelPlan
@@ -36,12 +42,15 @@ class Loss:
     run: Sequence[int] | None = None
     every: bool = True
     inputs: bool = False
+    toggle: tuple[int, str] | None = None
+    outside: str = ""
+    dtype: torch.dtype = torch.float64
 
     @classmethod
     def of(cls, plan: HistoryPlan, operation: Operation) -> Loss:
         """That an operation's arguments describe."""
         given: dict[str, Any] = operation.arguments
-        names = ("run", "every", "inputs")
+        names = ("run", "every", "inputs", "toggle", "outside")
         options = {name: given[name] for name in names if name in given}
         return cls(plan.model, 1000 * plan.seed + operation.data, kind=given.get("loss", "square"), **options)
 
@@ -51,7 +60,7 @@ class Loss:
         shape = (self.plan.batch, Sizes(self.plan).steps)
         if self.plan.tokens:
             return torch.randint(VOCABULARY, shape, generator=generator)
-        return torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64).to(self.dtype)
 
     def outputs(self, side: Side, rank: int, number: int = 0, *, inputs: bool = False) -> Sequence[torch.Tensor]:
         """The root's input, and its outputs."""
@@ -59,11 +68,29 @@ class Loss:
         x = self.batch(rank, number)
         if inputs and x.is_floating_point():
             x.requires_grad_()
-        found = tensors_of(side.forward(x, run=self.run))
-        return [x, *(found if self.every else found[:1])]
+        hidden, *others = tensors_of(side.forward(x, run=self.run, toggle=self.toggle, hidden=bool(self.outside)))
+        found = self._logits(side.model, hidden) if self.outside else [hidden]
+        return [x, *found, *(others if self.every else ())]
+
+    def _logits(self, model: nn.Module, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of two chunks of steps, after the forward."""
+        given = hidden.detach().requires_grad_() if self.outside == "backwards" else hidden
+        head, found = model.head, []
+        for chunk in given.chunk(2, dim=1):
+            logits = linear(chunk, head.weight) if self.outside == "read" else head(chunk)
+            logits = logits * hidden.shape[-1] ** -0.5
+            if self.outside == "backwards":
+                _mean(logits).backward()
+                logits = logits.detach()
+            found.append(logits)
+        if self.outside == "backwards" and given.grad is not None:
+            found.append(_Passes.apply(hidden, given.grad))
+        return found
 
     def __call__(self, side: Side, rank: int, number: int = 0) -> torch.Tensor:
         """The loss of a rank on the ``number``-th batch."""
+        if self.kind == "jvp":
+            return self._of_jvp(side, rank, number)
         x, *outputs = self.outputs(side, rank, number, inputs=self.inputs or self.kind in DOUBLE_BACKWARD)
         loss = _sum(_mean(output) for output in outputs)
         if self.kind in DOUBLE_BACKWARD:
@@ -76,6 +103,29 @@ class Loss:
                 penalty = _mean(gradient - target)
                 loss = loss + penalty if self.kind == "penalty" else penalty
         return loss
+
+    def _of_jvp(self, side: Side, rank: int, number: int) -> torch.Tensor:
+        set_rank(side.model, rank)
+        x = self.batch(rank, number)
+        outputs, tangents = torch.func.jvp(
+            lambda x: tuple(tensors_of(side.forward(x, run=self.run, toggle=self.toggle))),
+            (x.requires_grad_(self.inputs),),
+            (torch.cos(self.batch(rank, number + 5)),),
+        )
+        return _sum(_mean(value) for value in (*outputs, *tangents))
+
+
+class _Passes(torch.autograd.Function):
+    """A number whose backward passes on a gradient that was computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, upper: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
 
 
 def _mean(output: torch.Tensor) -> torch.Tensor:

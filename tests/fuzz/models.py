@@ -48,6 +48,8 @@ class Block(nn.Module):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         x = getattr(self, f"_{self.plan.kind}")(x)
+        if hasattr(self, "adapter"):
+            x = x + self.adapter(x)
         for block in self.inner:
             x = call(block, x)
         return x
@@ -170,6 +172,35 @@ def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def toggled(block: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
+    """The block's tensor, while flags of its parameters change.
+
+    ``how``: "restored": it also runs frozen and without gradients, as the reference of a preference loss does.
+    "objects": the same, with the parameter objects that it held before. "left": and stays frozen. "after": it runs, and
+    is frozen then.
+    """
+    before = list(block.parameters())
+    flags = [parameter.requires_grad for parameter in before]
+    if how == "after":
+        x = call(block, x)
+        block.requires_grad_(False)
+        return x
+    block.requires_grad_(False)
+    with torch.no_grad():
+        frozen = call(block, x)
+    if how != "left":
+        for parameter, flag in zip(before if how == "objects" else block.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+    return call(block, x) + 0.5 * torch.tanh(frozen)
+
+
+def adapter(dim: int, seed: int) -> nn.Module:
+    """A low-rank adapter."""
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False))
+    return made.to(torch.float64)
+
+
 class Root(nn.Module):
     """See ``ModelPlan``. Returns logits of shape (batch, steps, vocabulary), and in containers the last activation."""
 
@@ -187,14 +218,30 @@ class Root(nn.Module):
         self.norm = nn.LayerNorm(sizes.dim)
         self.head = nn.Linear(sizes.dim, VOCABULARY, bias=False)
 
-    def forward(self, x: torch.Tensor, run: Sequence[int] | None = None) -> Any:
-        """``run``: numbers of the blocks to run, in this order; None: all of them, once."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        run: Sequence[int] | None = None,
+        toggle: tuple[int, str] | None = None,
+        hidden: bool = False,
+    ) -> Any:
+        """Compute logits.
+
+        Args:
+            x: Features, or token ids.
+            run: Numbers of the blocks to run, in this order; None: all of them, once.
+            toggle: Number of the block whose flags change, and how: see ``toggled``.
+            hidden: Return what the head takes instead of logits.
+        """
         x = self.embedding(x) if self.plan.tokens else self.entry(x)
         count = len(self.blocks)
         for index in range(count) if run is None else [number % count for number in run if count]:
-            x = call(self.blocks[index], x)
+            block = self.blocks[index]
+            x = call(block, x) if toggle is None or toggle[0] % count != index else toggled(block, x, toggle[1])
         if hasattr(self, "again"):
             x = call(self.again, x)
+        if hidden:
+            return pack(self.plan.output, self.norm(x), layer_norm(x, x.shape[-1:]))
         if self.plan.head == "read":
             hidden = self.norm(x)
             weight = self.head.weight

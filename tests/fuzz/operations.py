@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from torch import nn
 import fullshard
 from compare import fqn_of
 from containers import tensors_of
+from failing import OutOfMemoryAt
 from fullshard import FSDPModule, FullyShardedDataParallel, unsharded
+from fuzz.comparison import Tolerance
 from fuzz.losses import Loss
-from fuzz.models import Block
-from fuzz.optimizers import optimizers
+from fuzz.models import Block, adapter
 from fuzz.reference import Reference, Side
-from fuzz.sharding import reshard_all, sharded_modules
+from fuzz.sharding import reshard_all, shard_added, sharded_modules
 
 
 class Operations:
@@ -39,6 +42,8 @@ class Operations:
     zero: Any
     set_sync: Any
     made_anew: Any
+    new_optimizers: Any
+    pairs: Any
 
     # ---------------------------------------------------------------- steps
 
@@ -122,6 +127,7 @@ class Operations:
             expected = [value.clone() for value in loss.outputs(self.theirs, self.rank.rank, 7)[1:]]
         for index, pair in enumerate(zip(mine, expected, strict=True)):
             self.expect(f"output {index}", *pair)
+        self.dangling = True  # the root may stay unsharded
 
     def forward_only(self, loss: Loss, /, **_: Any) -> None:
         """A forward whose backward never comes."""
@@ -150,6 +156,19 @@ class Operations:
             if trains:
                 self.backward(loss)
             self.evaluate(loss)
+
+    def unsharded_loss(self, loss: Loss, /, **_: Any) -> None:
+        """A loss computed inside of ``unsharded``, whose backward comes after it."""
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            with unsharded(side.model) if side is self.ours else contextlib.nullcontext():
+                value = loss(side, rank)
+            if value.requires_grad:
+                value.backward()
+            self.dangling |= not value.requires_grad
+            return value.detach()
+
+        self.expect_average(work(self.ours, self.rank.rank), work)
 
     def unshard(self, loss: Loss, /, unit: int = 0, waits: bool = True, runs: bool = True, **_: Any) -> None:
         """``unshard`` and ``reshard`` of one unit, with forwards in between."""
@@ -203,11 +222,98 @@ class Operations:
         if way == "in place":
             reshard_all(model)
 
+    def write(self, loss: Loss, /, after: str = "", way: str = "mul", **_: Any) -> None:
+        """Write to the parameters that modules show between forwards."""
+        self._reach(loss, after)
+        with torch.no_grad():
+            for side in (self.ours, self.theirs):
+                for parameter in side.model.parameters():
+                    if way == "mul":
+                        parameter.mul_(0.95)
+                    else:
+                        parameter.copy_(parameter.clone() * 0.95)
+
+    def new_optimizer(self, loss: Loss, /, after: str = "", **_: Any) -> None:
+        """Go on with optimizers built from the parameters that modules show."""
+        self._reach(loss, after)
+        self.new_optimizers()
+
+    def replace(self, loss: Loss, /, after: str = "", number: int = 0, **_: Any) -> None:
+        """Put a new parameter in the place of one, wherever that is held."""
+        self._reach(loss, after)
+        chosen = self.pairs[number % len(self.pairs)]
+        made = nn.Parameter(chosen.held.detach() * 0.9, requires_grad=chosen.held.requires_grad)
+        for pair in self.pairs:
+            if pair.expected is chosen.expected:
+                setattr(pair.holder, pair.name, made)
+        with torch.no_grad():
+            chosen.expected.mul_(0.9)
+        chosen.expected.grad = None
+        self.new_optimizers()
+
+    def add(self, loss: Loss, /, block: int = 0, unit: bool = False, **_: Any) -> None:
+        """Put an adapter into a block, as a unit or as it is."""
+        for side in (self.ours, self.theirs):
+            found = self._block(side, block)
+            if found is None or hasattr(found, "adapter"):
+                return
+            found.adapter = adapter(self.theirs.model.norm.normalized_shape[0], loss.seed)
+            if unit and side is self.ours:
+                shard_added(found.adapter, self.plan.front_end, self.rank)
+        self.made_anew(self.ours.model)
+        self.new_optimizers()
+
+    def move(self, loss: Loss, /, to: str = "dtype", runs: bool = False, **_: Any) -> None:
+        """Move both models to the CPU, or to another dtype and back, in which they may run."""
+        for side in (self.ours, self.theirs):
+            if to == "dtype":
+                side.model.to(torch.float32)
+            else:
+                side.model.cpu()
+        if to != "dtype":
+            return
+        if runs:
+            kept, self.tolerance = self.tolerance, Tolerance(1e-3, 1e-4)
+            self.evaluate(replace(loss, dtype=torch.float32))
+            self.tolerance = kept
+        for side in (self.ours, self.theirs):
+            side.model.to(torch.float64)
+
+    def read(self, loss: Loss, /, block: int = 0, where: str = "between", **_: Any) -> None:
+        """A step, in which somebody reads all of every parameter at some point."""
+
+        def look(*_: Any) -> None:
+            for pair in self.pairs:
+                self.expect(f"{pair.fqn}, read", *pair.full_values())
+
+        module, kept = self._block(self.ours, block), contextlib.ExitStack()
+        if module is not None and where in ("pre", "post"):
+            register = module.register_forward_pre_hook if where == "pre" else module.register_forward_hook
+            kept.callback(register(look).remove)
+        with kept:
+            value = loss(self.ours, self.rank.rank)
+            if where == "between":
+                look()
+            if value.requires_grad:
+                value.backward()
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            theirs = loss(side, rank)
+            if theirs.requires_grad:
+                theirs.backward()
+            return theirs.detach()
+
+        self.dangling &= not value.requires_grad
+        self.expect_average(value.detach(), work)
+        look()
+        self.step()
+        look()
+
     def edit_gradients(self, loss: Loss, /, factor: float = 0.5, **_: Any) -> None:
         """Write to the gradients after a backward."""
         self.backward(loss)
-        for side in (self.ours, self.theirs):
-            for parameter in side.model.parameters():
+        for optimizer in itertools.chain(*self.optimizers):  # modules may hold unsharded parameters, which have none
+            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
@@ -244,10 +350,7 @@ class Operations:
         theirs = copy.deepcopy(self.theirs.model)
         self.theirs = Reference(theirs, self.theirs.world_size)
         self.made_anew(made)
-        self.optimizers = (
-            optimizers(self.ours.model, self.plan.optimizer, self.plan.front_end, sharded=True),
-            optimizers(self.theirs.model, self.plan.optimizer, self.plan.front_end, sharded=False),
-        )
+        self.new_optimizers()
 
     def state_dict(self, loss: Loss, /, optimizer: bool = True, **_: Any) -> None:
         """Keep a state dict, train, and load it again."""
@@ -292,7 +395,26 @@ class Operations:
         self.zero(to_none=True)
         self.dangling = True
 
+    def out_of_memory(self, loss: Loss, /, launches: int = 0, place: int = 0, **_: Any) -> None:
+        """Memory runs out once, after the same launch on all ranks; then the step is tried again."""
+        with contextlib.suppress(torch.OutOfMemoryError), OutOfMemoryAt(place, launches):
+            value = loss(self.ours, self.rank.rank)
+            if value.requires_grad:
+                value.backward()
+        self.zero(to_none=True)
+        self.dangling = True
+        self.train(loss)
+
     # ---------------------------------------------------------------- parts
+
+    def _reach(self, loss: Loss, after: str) -> None:
+        """Run what an operation comes after: nothing, a "forward" without backward, or an "evaluation"."""
+        if after == "forward":
+            self.forward_only(loss)
+        elif after:
+            self.evaluate(loss)
+        elif self.plan.optimizer.mode == "overlap":
+            reshard_all(self.ours.model)
 
     def _block(self, side: Side, number: int) -> Any:
         blocks: Any = side.model.blocks

@@ -84,6 +84,7 @@ class FrontEnd:
         prefetch: ``backward_prefetch`` of the wrapper: "BACKWARD_PRE", "BACKWARD_POST" or "".
         offload: Whether shards, and gradients, are offloaded to the CPU.
         columns: Whether matrices are cut along their last dimension.
+        ragged: Whether the layout is "ragged"; then ``columns`` does not count.
         keep: ``set_reshard_after_backward(False)``.
         fp16: Whether gradients are reduced in fp16, and not in the parameters' dtypes.
         tiny: Whether tiny units travel with their neighbors.
@@ -98,6 +99,7 @@ class FrontEnd:
     prefetch: str = "BACKWARD_PRE"
     offload: bool = False
     columns: bool = False
+    ragged: bool = False
     keep: bool = False
     fp16: bool = False
     tiny: bool = False
@@ -115,6 +117,18 @@ class FrontEnd:
     def flat(self) -> bool:
         """Whether the user sees flat parameters."""
         return self.name == "wrapper" and not self.orig
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the root's parameters are unsharded from a forward to its backward."""
+        if self.name == "wrapper":
+            return not self.orig or self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+        return self.reshard is None or self.reshard is False
+
+    @property
+    def shows_without_gradients(self) -> bool:
+        """Whether they are after a forward without gradients too."""
+        return self.shows_whole and (self.name != "wrapper" or not self.orig)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def _own_gradient(parameter: torch.Tensor) -> None:
     Autograd takes what it computes for ``.grad`` as it is, and adds the next gradient in place: where two parameters
     have one gradient (``a.view(1, -1) + b.view(1, -1)``), to both at once.
     """
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.clone()
+    if parameter.grad is not None:  # else it was frozen since its forward
+        parameter.grad = parameter.grad.clone()
 
 
 class Reference(Side):
@@ -59,8 +59,11 @@ class Reference(Side):
             if not parameter._post_accumulate_grad_hooks and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_own_gradient)
         totals: list[torch.Tensor | None] = [None] * len(before)
+        flags = [parameter.requires_grad for parameter in self.model.parameters()]
         results = []
         for rank in range(self.world_size):
+            for parameter, flag in zip(self.model.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)  # the forward of another rank may have changed it
             results.append(work(self, rank))
             for index, gradient in enumerate(self._take_gradients()):
                 total = totals[index]

@@ -48,8 +48,7 @@ def message_sizes(front_end: FrontEnd) -> Iterator[None]:
 
 def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
     """Shard ``model`` in place (the wrapper: return what is around it)."""
-    names = ("replicate", "shard")[-len(front_end.mesh) :]
-    mesh = rank.make_mesh(*front_end.mesh, names=names)
+    mesh = _mesh(front_end, rank)
     for block in model.modules():
         if isinstance(block, Block) and block.plan.compiled:
             block.compile(backend=block.plan.compiled)
@@ -60,17 +59,7 @@ def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
 
 
 def _shard(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16 if front_end.fp16 else None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if front_end.offload else OffloadPolicy(),
-    }
-    function: Any = replicate
-    if front_end.name == "fully_shard":
-        function = fully_shard
-        options["reshard_after_forward"] = front_end.reshard
-        if front_end.columns:
-            options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1) if parameter.ndim else None
+    function, options = _composable(front_end, mesh)
     groups: list[list[nn.Module]] = []
     if function is fully_shard:
         if model.plan.block_unit and len(model.blocks) > 1:
@@ -86,6 +75,35 @@ def _shard(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
         fully_shard(group, **{**options, **reshard})
     sharded: nn.Module = function(model, **options)
     return sharded
+
+
+def _composable(front_end: FrontEnd, mesh: Any) -> tuple[Any, dict[str, Any]]:
+    """Which function shards modules, and its options."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16 if front_end.fp16 else None),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if front_end.offload else OffloadPolicy(),
+    }
+    if front_end.name == "replicate":
+        return replicate, options
+    options["reshard_after_forward"] = front_end.reshard
+    if front_end.ragged:
+        options["layout"] = "ragged"
+    elif front_end.columns:
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1) if parameter.ndim else None
+    return fully_shard, options
+
+
+def shard_added(module: nn.Module, front_end: FrontEnd, rank: Rank) -> None:
+    """Make a unit of a module that was put below a sharded root."""
+    function, options = _composable(front_end, _mesh(front_end, rank))
+    function(module, **options)
+    if front_end.keep and isinstance(module, FSDPModule):
+        module.set_reshard_after_backward(False)
+
+
+def _mesh(front_end: FrontEnd, rank: Rank) -> Any:
+    return rank.make_mesh(*front_end.mesh, names=("replicate", "shard")[-len(front_end.mesh) :])
 
 
 def _wrap(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:

@@ -261,14 +261,14 @@ class Unit:
     def prepare_unshard(self) -> list[tuple[Bucket, list[BucketAllGather]]]:
         """Prepare the all-gathers that unshard the parameters; none if they are unsharded and current."""
         self.check_not_summoned("run")
-        current = self.registration.unsharded or self.registration.is_registered()
         if self.parameter_state.is_unsharded:
-            if current and self.is_current:
+            unreplaced = self.shown is None or self.registration.holds_unsharded()
+            if self.is_current and (unreplaced if self.registration.unsharded else self.registration.is_registered()):
                 self._write_back_unsharded()
                 return []
             # A forward without a backward left these behind, and its parameters were written to since.
             self.reshard()
-        if not current:
+        if not self.registration.is_registered():
             self.write_back()
         from_subgroup = hooks.in_backward()
         if not from_subgroup:
@@ -305,7 +305,11 @@ class Unit:
             FullshardError: If the shards have another dtype, in which other elements would be rounded.
         """
         shown, self.shown = self.shown, None
-        if shown is None or shown == [parameter.unsharded._version for parameter in self.parameters]:
+        if shown is None:
+            return
+        for parameter in self.parameters:
+            parameter.agree_on_requires_grad()
+        if shown == [parameter.unsharded._version for parameter in self.parameters]:
             return
         before = {id(parameter): version for parameter, version in zip(self.parameters, shown, strict=True)}
         with torch.inference_mode(False), torch.no_grad():

@@ -171,7 +171,7 @@ class ShardedModule(nn.Module):
         finish_reductions(self)  # gradients in flight would be added afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
-            if unit.user_unshards:  # inside `unsharded`, nn.Module has cleared those of unsharded parameters
+            if unit.registration.unsharded:  # nn.Module has cleared those of unsharded parameters
                 unit.gradients.zero_sharded(set_to_none=set_to_none)
             if set_to_none:
                 unit.drop_gradients()

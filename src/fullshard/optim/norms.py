@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
+from fullshard.engine.parameters.sharded import superseding
 from fullshard.errors import NonFiniteError
 from fullshard.memory import HostValue
 from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
@@ -82,7 +83,7 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         ```
     """
-    found = list({id(parameter): parameter for parameter in _as_list(parameters)}.values())
+    found = _with_gradients(parameters)
     gradients = [parameter.grad for parameter in found]
     shards = _NormInputs.of(found, gradients)
     total = shards.norm(norm_type)
@@ -163,8 +164,18 @@ def clip_grads_with_norm_(
             returns it, is reduced to a full tensor first, which is a collective.
         foreach: As for ``clip_grad_norm_``.
     """
-    distinct = {id(parameter): parameter for parameter in _as_list(parameters)}.values()
-    _scale([_by_kind(_stored_values([parameter.grad for parameter in distinct]))], max_norm, total_norm)
+    gradients = [parameter.grad for parameter in _with_gradients(parameters)]
+    _scale([_by_kind(_stored_values(gradients))], max_norm, total_norm)
+
+
+def _with_gradients(parameters: _Tensors) -> list[torch.Tensor]:
+    """Each once; unsharded ones, which modules may hold, stand for the sharded ones, which have the gradients."""
+    found = {}
+    for parameter in _as_list(parameters):
+        if parameter.grad is None and (managed := superseding(parameter)) is not None:
+            parameter = managed.optimized
+        found[id(parameter)] = parameter
+    return list(found.values())
 
 
 class _NonFiniteNorms:

@@ -294,6 +294,10 @@ class FlatParameterRegistration(Registration):
         for handle in self._handles:
             handle.parameters[handle.name] = handle.flat
 
+    def holds_unsharded(self) -> bool:
+        """True: those that modules have as attributes cannot be replaced."""
+        return True
+
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
         """Register copies of the original parameters instead of the flat ones."""
         self._unregister()

@@ -71,6 +71,11 @@ class Registration:
         for owner, parameter in self._others:
             owner.set(copies[id(parameter)])
 
+    def holds_unsharded(self) -> bool:
+        """True if users have replaced none of the unsharded parameters that the modules hold."""
+        plain = all(held.get(name) is parameter.unsharded for held, name, parameter in self._plain)
+        return plain and all(owner.held() is parameter.unsharded for owner, parameter in self._others)
+
     def remove(self) -> None:
         """Unregister additional parameters, such as flat ones, before the unit is destroyed."""
 

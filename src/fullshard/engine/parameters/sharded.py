@@ -212,6 +212,13 @@ class ShardedParameter:
         self.followed = self.unsharded.requires_grad
         self.sharded.requires_grad_(self.followed)
 
+    def agree_on_requires_grad(self) -> None:
+        """Have both require a gradient as users have set it on either; on the unsharded one, if on both."""
+        if self.unsharded.requires_grad is not self.followed:
+            self.take_requires_grad()
+        elif self.requires_grad is not self.followed:
+            self.follow_requires_grad()
+
     def _collect_gradients(self) -> None:
         hooks.after_accumulation(self.unsharded, _Collector(self))
 
