@@ -353,7 +353,7 @@ class Runtime:
             elif setting is None:
                 unit.keep()
             if shown:
-                unit.show_unsharded()
+                unit.show_unsharded(before_forward=setting is None and not has_backward)
             else:
                 unit.register_sharded()
         elif setting is None and has_backward and self.prefetcher.is_kept_by_default(unit):

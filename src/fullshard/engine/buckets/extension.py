@@ -51,6 +51,7 @@ class ExtensionBucket(Bucket):
     ``policy`` are passed to the subclasses.
     """
 
+    has_parts: bool = False
     all_gathers: list[ExtensionAllGather]
 
     def __init__(
