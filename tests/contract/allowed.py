@@ -96,6 +96,41 @@ ALLOWED: tuple[Allowed, ...] = (
         ),
     ),
     Allowed(
+        "units whose output is that of the root",
+        "hooks on the output of a unit that are registered before `fully_shard`",
+        "a unit is sharded until its own backward begins: a hook of the root runs before that",
+        "head is a unit, without module hooks",
+        lambda d: (
+            d.in_backward
+            and "head" in d.operations
+            and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor")
+            and d.point == "gradient of the output of root"
+        ),
+    ),
+    Allowed(
+        "recomputed twice",
+        "units that run several times in reentrant checkpointing",
+        "there is one correct result",
+        "blocks run twice, checkpointed, reentrant=True",
+        lambda d: (
+            "'checkpointed': True" in d.operations
+            and "'repeat': 2" in d.operations
+            and d.right in ("", "both", "fullshard")
+        ),
+    ),
+    Allowed(
+        "hooks with a part of the gradient",
+        "post-accumulate hooks of units that run several times, after backwards without sync",
+        "a hook that steps does so once per backward, with the whole gradient",
+        "blocks run twice, accumulation",
+        lambda d: (
+            d.front_end == "fully_shard"
+            and "'repeat': 2" in d.operations
+            and re.match(r"\d+ accumulate\b.*: post-accumulate", d.where) is not None
+            and (d.theirs, d.ours) == ("reached", "never reached")
+        ),
+    ),
+    Allowed(
         "tied parameters",
         "tied parameters in different units",
         "there is one correct result",

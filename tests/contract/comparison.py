@@ -41,7 +41,7 @@ class Difference:
         theirs: torch's value.
         ours: fullshard's value.
         in_backward: whether the point is inside a backward.
-        operations: the units, and all operations up to this one, in words.
+        operations: attributes, the units, and all operations up to this one, in words.
         stepped: whether torch has shown the parameter unsharded since before a step.
         right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
     """
@@ -134,7 +134,9 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
         values = _plain(one), _plain(other)
         number = re.match(r"\d+", at.where)
         count = int(number[0]) + 1 if number else 0
-        past = pasts.get(count) or pasts.setdefault(count, f"{program.units} {program.operations[:count]}")
+        past = pasts.get(count) or pasts.setdefault(
+            count, f"{program.attributes} {program.units} {program.operations[:count]}"
+        )
         more = at.in_backward, "", past, fqn in stepped
         found.append(Difference(program.name, front_end, at.where, fqn, what, *values, *more))
 

@@ -203,6 +203,38 @@ def composable() -> list[Program]:
         replace(formed, name="group with the embedding", units=units(*BLOCKS, ("embedding", "norm", "head"), "")),
         replace(formed, name="tied transformer", model=transformer(tied=True)),
         replace(formed, name="head is a unit", units=units(*BLOCKS, "head", "")),
+        replace(
+            formed,
+            name="head is a unit, without module hooks",
+            units=units(*BLOCKS, "head", ""),
+            hooks=False,
+            operations=SHORT,
+        ),
+        replace(
+            formed,
+            name="blocks run twice, accumulation",
+            attributes={"repeat": 2},
+            operations=(("accumulate",), ("accumulate", 2)),
+        ),
+        replace(
+            formed,
+            name="blocks run twice, accumulation reduced in bf16",
+            attributes={"repeat": 2},
+            units=units(*BLOCKS, "", mp_policy=ONLY_REDUCED),
+            operations=(("accumulate",), ("accumulate", 2)),
+        ),
+        replace(
+            formed,
+            name="blocks run twice, checkpointed, reentrant=True",
+            attributes={"repeat": 2, "checkpointed": True},
+            operations=(("train", 3),),
+        ),
+        replace(
+            formed,
+            name="head in a group, interleaved",
+            units=units(*BLOCKS, ("embedding", "head"), ""),
+            operations=(("forwards_interleaved",), ("train",)),
+        ),
         replace(formed, name="blocks run twice", model=transformer(repeat=2)),
         replace(
             formed,
