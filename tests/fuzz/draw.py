@@ -312,6 +312,8 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         return not any(block.compiled for block in blocks)
     if name == "replace":
         return not front_end.flat
+    if name == "write" and front_end.flat and arguments["after"] == "forward":
+        return not front_end.strategy.endswith(("GRAD_OP", "ZERO2"))  # the flat parameter is written, not what is kept
     if name == "microbatches" and arguments["evaluates"] and "outside" in arguments:
         return front_end.shows_without_gradients and arguments["outside"] != "backwards"
     if name == "unsharded_loss":

@@ -255,6 +255,8 @@ class Operations:
         """Put an adapter into a block, as a unit or as it is."""
         for side in (self.ours, self.theirs):
             found = self._block(side, block)
+            if isinstance(found, FullyShardedDataParallel):
+                found = found.module
             if found is None or hasattr(found, "adapter"):
                 return
             found.adapter = adapter(self.theirs.model.norm.normalized_shape[0], loss.seed)
@@ -378,9 +380,10 @@ class Operations:
         self.ours.model.set_prefetch_bytes(budget)
 
     def reshard_after_forward(self, loss: Loss, /, enable: bool = True, **_: Any) -> None:
-        """Change the setting of all units."""
-        if isinstance(self.ours.model, FSDPModule):
-            self.ours.model.set_reshard_after_forward(enable)
+        """Change the setting of all units below the root, whose weights losses read."""
+        for module in sharded_modules(self.ours.model):
+            if isinstance(module, FSDPModule) and module is not self.ours.model:
+                module.set_reshard_after_forward(enable, recurse=False)
 
     # ---------------------------------------------------------------- failures
 

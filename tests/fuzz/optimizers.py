@@ -26,10 +26,16 @@ def optimizers(
         others = [parameter for parameter in others if id(parameter) not in known]
         if matrices:
             made.append((optim.Muon if sharded else torch.optim.Muon)(matrices, lr=0.02))
+    # Adapters may be plain beside DTensors, which foreach kernels take no list of.
+    added = {id(parameter) for name, parameter in model.named_parameters() if ".adapter." in name}
+    groups = [
+        {"params": [parameter for parameter in others if (id(parameter) in added) is apart]} for apart in (False, True)
+    ]
+    groups = [group for group in groups if group["params"]]
     if plan.name == "adamw":
-        own: torch.optim.Optimizer = torch.optim.AdamW(others, lr=0.01, eps=EPS, foreach=True)
+        own: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01, eps=EPS, foreach=True)
     else:
-        own = torch.optim.SGD(others, lr=0.05, momentum=0.9 if plan.name == "momentum" else 0.0)
+        own = torch.optim.SGD(groups, lr=0.05, momentum=0.9 if plan.name == "momentum" else 0.0)
     if sharded and plan.mode == "dtensors":
         optim.localize(own, enable=False)
     elif sharded and plan.mode == "overlap":
