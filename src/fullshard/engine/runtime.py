@@ -350,7 +350,7 @@ class Runtime:
             shown &= unit.inner_backward is not InnerBackward.ENDED
             if not shown and not has_backward:
                 unit.reshard()
-            elif setting is None or not has_backward:  # the next forward all-gathers: shards may have been written to
+            elif setting is None:
                 unit.keep()
             if shown:
                 unit.show_unsharded(before_forward=setting is None and not has_backward)
