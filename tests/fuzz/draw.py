@@ -258,9 +258,10 @@ def _is_possible_loss(plan: HistoryPlan, name: str, given: dict[str, Any]) -> bo
         number = toggle[0] % len(model.blocks)
         if any(block.compiled for block in blocks) or not _has_flags(plan, number):
             return False
-        if toggle[1] in ("left", "after") and (
-            plan.optimizer.name == "muon" or any(block.checkpoint for block in blocks)
-        ):
+        stays = toggle[1] in ("left", "after")
+        if stays and name not in (*WITH_BACKWARD, "read", "state_dict"):  # others are done to one model only
+            return False
+        if stays and (plan.optimizer.name == "muon" or any(block.checkpoint for block in blocks)):
             return False
     if not outside:
         return True

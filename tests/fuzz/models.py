@@ -186,11 +186,13 @@ def toggled(block: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
         block.requires_grad_(False)
         return x
     block.requires_grad_(False)
-    with torch.no_grad():
-        frozen = call(block, x)
-    if how != "left":
-        for parameter, flag in zip(before if how == "objects" else block.parameters(), flags, strict=True):
-            parameter.requires_grad_(flag)
+    try:
+        with torch.no_grad():
+            frozen = call(block, x)
+    finally:
+        if how != "left":
+            for parameter, flag in zip(before if how == "objects" else block.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)
     return call(block, x) + 0.5 * torch.tanh(frozen)
 
 

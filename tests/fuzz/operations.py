@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -314,10 +313,11 @@ class Operations:
     def edit_gradients(self, loss: Loss, /, factor: float = 0.5, **_: Any) -> None:
         """Write to the gradients after a backward."""
         self.backward(loss)
-        for optimizer in itertools.chain(*self.optimizers):  # modules may hold unsharded parameters, which have none
-            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        for pair in {id(pair.expected): pair for pair in self.pairs}.values():
+            gradient, _ = pair.gradients()  # which unsharded parameters do not have
+            for each in (gradient, pair.expected.grad):
+                if each is not None:
+                    each.mul_(factor)
 
     def summon(self, loss: Loss, /, **_: Any) -> None:
         """What ``summon_full_params`` shows of parameters and gradients."""

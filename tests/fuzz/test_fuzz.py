@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from containers import CONTAINERS
 from fuzz.comparison import Tolerance, difference
-from fuzz.draw import draw
+from fuzz.draw import WEIGHTS, draw
 from fuzz.histories import DifferenceFound, History, message_sizes
 from fuzz.losses import DOUBLE_BACKWARD, Loss
 from fuzz.models import KINDS
@@ -140,7 +140,12 @@ def test_everything_is_drawn() -> None:
     assert {block.output for block in blocks} == {plan.model.output for plan in plans} == set(CONTAINERS)
     assert len({block.checkpoint for block in blocks}) == 5
     losses = {operation.arguments.get("loss") for plan in plans for operation in plan.operations}
-    assert losses == {None, *DOUBLE_BACKWARD}
+    assert losses == {None, *DOUBLE_BACKWARD, "jvp"}
+    operations = [operation for plan in plans for operation in plan.operations]
+    assert {operation.name for operation in operations} == set(WEIGHTS)
+    assert {operation.arguments.get("outside") for operation in operations} == {None, "called", "read", "backwards"}
+    toggles = {operation.arguments.get("toggle", (0, ""))[1] for operation in operations}
+    assert toggles == {"", "restored", "objects", "left", "after"}
     for name in ("tied_blocks", "tied_head", "head_unit", "block_unit", "large"):
         assert {getattr(plan.model, name) for plan in plans} == {True, False}, name
     fronts = {(plan.front_end.name, plan.front_end.mesh) for plan in plans}
