@@ -290,7 +290,7 @@ def test_units_that_autograd_hardly_sees(rank: Rank, front_end: FrontEnd, strate
         model(batch(0, 0, 4, 6))
     keeps = front_end.composable or front_end.flat
     if not (keeps and strategy == "SHARD_GRAD_OP"):
-        assert gathered(model) == [""] * keeps
+        assert gathered(model) in ([], [""] * keeps)
 
 
 # -------------------------------------------------------------------- views and operations in place

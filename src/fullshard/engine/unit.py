@@ -58,7 +58,7 @@ class Unit:
     modules_run: dict[int, bool]  # by id, of several modules: ran in this forward; True if a backward may come
     user_unshards: int  # blocks of `unsharded` that the unit is in
     shown: list[int] | None  # versions of the unsharded parameters when a forward left them to users
-    shards_shown: dict[int, torch.Tensor]  # copies of the shards then, by the ids of parameters
+    parts_shown: dict[int, torch.Tensor]  # copies of this rank's parts of them, by the ids of parameters
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Unit:
             GradientState.NONE,
         )
         self.open_forwards, self.calls, self.modules_run = [], [], {}
-        self.awaits_backward, self.user_unshards, self.shown, self.shards_shown = False, 0, None, {}
+        self.awaits_backward, self.user_unshards, self.shown, self.parts_shown = False, 0, None, {}
         self.parameters, self.buckets = list(parameters), []
         sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]
         for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
@@ -298,27 +298,37 @@ class Unit:
 
         Args:
             before_forward: Another forward may come next. Writes through ``.data`` count until then, which no version
-                counter shows; so the shards are copied, to be compared.
+                counter shows; so this rank's parts are copied, to be compared.
         """
         self.shown = [parameter.unsharded._version for parameter in self.parameters]
         self.registration.show_unsharded()
         if before_forward and self.mesh.world_size > 1 and not self.policy.offloads:
             with torch.inference_mode(False), torch.no_grad():
-                known = (parameter for bucket in self.buckets if bucket.has_parts for parameter in bucket.parameters)
-                self.shards_shown = {id(parameter): parameter.local.clone() for parameter in known}
+                for bucket in (bucket for bucket in self.buckets if bucket.has_parts):
+                    parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
+                    shown = zip(bucket.parameters, parts, strict=True)
+                    self.parts_shown.update((id(parameter), part.clone()) for parameter, part in shown)
 
     def _write_back_unsharded(self) -> None:
         """Write what users have changed in unsharded parameters since ``show_unsharded`` into the shards.
 
         Elements that are unchanged in the dtype of computation keep their values in the shards.
+
+        Raises:
+            FullshardError: If parameters were written to that were all-gathered quantized, between forward and backward.
         """
-        shown, before, self.shown, self.shards_shown = self.shown, self.shards_shown, None, {}
+        shown, before, self.shown, self.parts_shown = self.shown, self.parts_shown, None, {}
         if shown is None:
             return
         for parameter, version in zip(self.parameters, shown, strict=True):
             parameter.agree_on_requires_grad()
-            if parameter.unsharded._version != version:
-                before.setdefault(id(parameter), parameter.local)
+            if parameter.unsharded._version != version and id(parameter) not in before:
+                if self.settings.collectives.quantization is not None:
+                    raise FullshardError(
+                        f"{parameter.describe()} was modified while it was unsharded by a quantized all-gather; call "
+                        "reshard() on its module before you modify it"
+                    )
+                before[id(parameter)] = parameter.local
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets if before else ():
                 if all(id(parameter) not in before for parameter in bucket.parameters):
