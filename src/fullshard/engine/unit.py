@@ -315,7 +315,7 @@ class Unit:
         Elements that are unchanged in the dtype of computation keep their values in the shards.
 
         Raises:
-            FullshardError: If parameters were written to that were all-gathered quantized, between forward and backward.
+            FullshardError: If parameters that were all-gathered quantized were written to between forward and backward.
         """
         shown, before, self.shown, self.parts_shown = self.shown, self.parts_shown, None, {}
         if shown is None:
