@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fullshard.engine.ownership import all_modules, clear_unit, unit_of
+from fullshard.engine.ownership import IGNORED, all_modules, clear_unit, unit_of
 from fullshard.engine.parameters.sharded import managed_by, unmark
 from fullshard.engine.unit import Unit
 
@@ -34,6 +34,7 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     managed = [sharded for _, _, p, _ in holders if (sharded := managed_by(p)) is not None]
     pending_owners = [(sharded, sharded.pending_owners) for sharded in managed]
     children = [(m, list(m._modules.items())) for m in modules if m._modules]
+    not_ignoring = [m for m in modules if IGNORED not in m.__dict__]
     wrapped_modules: list[nn.Module] = []
     try:
         yield wrapped_modules
@@ -45,6 +46,8 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
                 clear_unit(wrapper, modules)
         for holder, held in children:
             holder._modules.update(held)
+        for each in not_ignoring:
+            each.__dict__.pop(IGNORED, None)
         for holder, name, parameter, device in holders:
             found = holder._parameters.get(name)
             if found is None:

@@ -299,7 +299,7 @@ class _WithoutParameters:
         vars(self).update(own)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # type: ignore[override]
+    def __class__(self) -> type[Any]:
         """Be an instance of the optimizer's class, for ``super()``."""
         return type(vars(self)[_OPTIMIZER])
 
