@@ -228,5 +228,6 @@ def test_patched_parameter_groups(rank: Rank):
         twin(x).square().sum().backward()
         model(x)
         assert len(events) == noted
+        model.reshard()
         for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
             assert_equal(found.grad.to_local(), expected.grad.to_local(), "gradient")

@@ -19,6 +19,7 @@ from typing import Any
 
 import fullshard
 from fullshard.engine.ownership import nested_units
+from fullshard.engine.runtime import runtime_of
 from fullshard.engine.unit import Unit
 
 __all__ = ["SCHEDULES", "STAGE", "patch_stages"]
@@ -61,16 +62,19 @@ def _backward(stage: Any, original: Callable[..., Any], kind: str, *args: Any, *
 
 @contextlib.contextmanager
 def _unsharded_registered(units: list[Unit]) -> Iterator[None]:
-    """Register the unsharded parameters, without an all-gather: torch only needs their identity."""
-    changed = [unit for unit in units if not unit.registration.unsharded]
-    for unit in changed:
-        unit.refresh()
-        unit.registration.use_unsharded()
+    """Register the unsharded parameters, all-gathered: torch needs their identity, and nodes of weights read others."""
+    changed = [(unit, unit.is_unsharded) for unit in units if not unit.registration.unsharded]
+    for unit, _ in changed:
+        runtime_of(unit).begin_unshard([unit])
+        unit.wait_for_unshard()
     try:
         yield
     finally:
-        for unit in changed:
-            unit.register_sharded()
+        for unit, was_unsharded in changed:
+            if was_unsharded:
+                unit.register_sharded()
+            elif unit.is_idle:
+                unit.reshard()
 
 
 @contextlib.contextmanager

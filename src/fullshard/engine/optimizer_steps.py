@@ -87,7 +87,12 @@ def _take_sharded(optimizer: Optimizer) -> None:
         FullshardError: If it is not certain that the optimizer would have been given the sharded ones.
     """
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {id(p): (p, managed) for p in every if (managed := superseding(p)) is not None}
+    ids = set(map(id, every))
+    found = {
+        id(p): (p, managed)
+        for p in every
+        if (managed := superseding(p)) is not None and id(managed.optimized) not in ids  # else the old one is idle
+    }
     if not found:
         return
     names = [managed.describe() for _, managed in found.values()]
@@ -96,7 +101,6 @@ def _take_sharded(optimizer: Optimizer) -> None:
         f"{type(optimizer).__name__} was given parameters that get no gradients: {some}. They were taken before "
         "sharding has replaced them, or while they were unsharded"
     )
-    kept = {id(parameter) for parameter in every} - found.keys()
     targets = {id(managed.optimized) for _, managed in found.values()}
     for parameter, managed in found.values():
         if optimizer.state.get(parameter):
@@ -105,8 +109,8 @@ def _take_sharded(optimizer: Optimizer) -> None:
             why = f"{managed.fqn} is a part of a flat parameter (use_orig_params=False)"
         elif parameter.grad is not None:
             why = f"{managed.fqn} has a gradient of its own, from before sharding or from a module that is not sharded"
-        elif len(targets) < len(found) or targets & kept:
-            why = "it was given the sharded ones too"
+        elif len(targets) < len(found):
+            why = "it was given several objects in place of one"
         else:
             continue
         raise FullshardError(
