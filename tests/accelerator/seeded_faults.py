@@ -382,7 +382,9 @@ class _Ticket:
 def _arrive_before_wait(self: Bucket) -> None:
     if self._pending_work is not None:
         pending_work, self._pending_work = self._pending_work, None
-        self._arrive()
+        for all_gather in self._in_flight:
+            all_gather.arrived()
+        self._in_flight = []
         pending_work.wait()
 
 

@@ -16,7 +16,7 @@ from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from models import Stack
 from ranks import Rank, on_ranks
 
-WARM_UP = 4  # forwards 1, 2 and 4 search the graph for parameters that were read, see engine/parameter_reads.py
+WARM_UP = 4  # the first steps make buffers and plans
 DIM = 24
 
 

@@ -174,6 +174,7 @@ def test_whatever_comes_next(rank: Rank, then: str) -> None:
     assert list_late(model)
     WHAT_COMES_NEXT[then](model)
     assert not list_late(model)
+    model.reshard()
     assert_same_gradients(model, other)
 
 

@@ -75,8 +75,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "optim/overlap.py",
-        "        return all(id(parameter) in self._ids or not parameter.requires_grad for parameter in parameters)",
-        "        return True",
+        "    return all(id(parameter) in ids or not parameter.requires_grad for parameter in parameters)",
+        "    return True",
         "A unit that a second optimizer steps later is unsharded before its parameters are up to date.",
         ("optim/test_step_overlap.py",),
     ),
