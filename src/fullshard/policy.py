@@ -55,7 +55,9 @@ class MixedPrecisionPolicy:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = fully_shard(nn.Linear(8, 4), mp_policy=policy)
         output = model(torch.randn(2, 8))
-        assert output.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
+        assert output.dtype is torch.bfloat16
+        output.sum().backward()
+        assert model.weight.dtype is torch.float32 and model.weight.grad.dtype is torch.float32
         ```
     """
 

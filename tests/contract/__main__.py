@@ -11,10 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from contract.allowed import allowed
 from contract.comparison import Difference
 from contract.programs import PROGRAMS
-from contract.test_contract import run
+from contract.running import run
 from ranks import RankPool, RanksFailed
 
 
@@ -32,6 +31,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=100, help="random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
     parser.add_argument("-k", help="the named programs that match this pattern, in place of random ones")
+    parser.add_argument("--all-programs", action="store_const", const="", dest="k", help="all named programs")
     parser.add_argument("--all", action="store_true", help="print each difference, also what is allowed")
     given = parser.parse_args()
     names: list[str | int] = list(range(given.seed, given.seed + given.n))
@@ -42,12 +42,12 @@ def main() -> int:
     programs: dict[tuple[object, ...], dict[str, None]] = defaultdict(dict)
     for number, name in enumerate(names):
         try:
-            found = run(pool, name)
+            found = run(pool, name, given.all)
         except RanksFailed as error:
             failed += 1
             print(f"\n=== {name} failed\n{error}", flush=True)
             continue
-        different = [d for c in found for d in c.differences if given.all or allowed(d) is None]
+        different = [difference for result in found for difference in result.different]
         failed += bool(different)
         for difference in different:
             kind = *kind_of(difference), difference.right

@@ -96,11 +96,55 @@ ALLOWED: tuple[Allowed, ...] = (
         ),
     ),
     Allowed(
+        "units whose output is that of the root",
+        "hooks on the output of a unit that are registered before `fully_shard`",
+        "a unit is sharded until its own backward begins: a hook of the root runs before that",
+        "head is a unit, without module hooks",
+        lambda d: (
+            d.in_backward
+            and "head" in d.operations
+            and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor")
+            and d.point == "gradient of the output of root"
+        ),
+    ),
+    Allowed(
+        "recomputed twice",
+        "units that run several times in reentrant checkpointing",
+        "there is one correct result",
+        "blocks run twice, checkpointed, reentrant=True",
+        lambda d: (
+            "'checkpointed': True" in d.operations
+            and "'repeat': 2" in d.operations
+            and d.right in ("", "both", "fullshard")
+        ),
+    ),
+    Allowed(
+        "hooks with a part of the gradient",
+        "post-accumulate hooks of units that run several times, after backwards without sync",
+        "a hook that steps does so once per backward, with the whole gradient",
+        "blocks run twice, accumulation",
+        lambda d: (
+            d.front_end == "fully_shard"
+            and "'repeat': 2" in d.operations
+            and re.match(r"\d+ accumulate\b.*: post-accumulate", d.where) is not None
+            and (d.theirs, d.ours) == ("reached", "never reached")
+        ),
+    ),
+    Allowed(
         "tied parameters",
         "tied parameters in different units",
         "there is one correct result",
         "language, tied across units",
         lambda d: d.program == "language, tied across units",
+    ),
+    Allowed(
+        "kept after backward",
+        "parameters after a backward with `set_reshard_after_backward(False)`",
+        "what is read, clipped and given to optimizers after a backward are the parameters that have the gradients",
+        "accumulation, kept",
+        lambda d: (
+            "reshard_after_backward" in d.operations and (d.what, d.theirs, d.ours) == ("kind", "plain", "DTensor")
+        ),
     ),
     Allowed(
         "gradients of a failed step",
@@ -184,6 +228,25 @@ ALLOWED: tuple[Allowed, ...] = (
         "documented behavior of `Tensor`",
         "wrapper True",
         lambda d: _wrapper(d) and d.point.startswith("post-accumulate") and d.theirs == "never reached",
+    ),
+    Allowed(
+        "parameters inside summon_full_params",
+        "parameters inside `summon_full_params` with `use_orig_params=True`",
+        "edits arrive together, when the block ends, or not at all",
+        "wrapper True, summoned",
+        lambda d: _wrapper(d) and d.what == "identity" and re.fullmatch(r"\d+ summon: inside", d.where) is not None,
+    ),
+    Allowed(
+        "hooks in each backward",
+        "backwards that reach parameters only through what was computed after forward, such as a head on chunks",
+        "no gradient stays unreduced if the backward of the forward itself does not come",
+        "chunked head",
+        lambda d: (
+            d.front_end == "fully_shard"
+            and "chunked_head" in d.where
+            and d.point.startswith("post-accumulate")
+            and (d.theirs, d.ours) == ("never reached", "reached")
+        ),
     ),
 )
 

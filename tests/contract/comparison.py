@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import re
 import warnings
@@ -23,6 +25,9 @@ from ranks import Rank
 SHARED = ("dtype", "device", "requires_grad", "values")  # what plain tensors and parameters have in common
 
 
+Found = tuple[tuple[str, Any, Any], ...]  # property, torch's value, fullshard's
+
+
 @dataclass(frozen=True)
 class Difference:
     """What torch's FSDP and fullshard show differently.
@@ -36,7 +41,7 @@ class Difference:
         theirs: torch's value.
         ours: fullshard's value.
         in_backward: whether the point is inside a backward.
-        operations: the units, and all operations up to this one, in words.
+        operations: attributes, the units, and all operations up to this one, in words.
         stepped: whether torch has shown the parameter unsharded since before a step.
         right: if losses differ, whose are those of the unsharded model: "torch", "fullshard", "both" or "none".
     """
@@ -74,7 +79,7 @@ class Comparison:
 
 def compare(rank: Rank, program: Program) -> Comparison:
     """Run a program under both libraries, and compare on this rank."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _uncollected():
         warnings.simplefilter("ignore")
         theirs = program.run(importlib.import_module("torch.distributed.fsdp"), rank)
         with tiny_units():  # each unit in messages of its own, as torch's
@@ -89,6 +94,16 @@ def compare(rank: Rank, program: Program) -> Comparison:
     right = [name for name, points in (("torch", theirs), ("fullshard", ours)) if agree(losses(points), truth)]
     verdict = "both" if len(right) == 2 else right[0] if right else "none"
     return replace(comparison, differences=tuple(replace(d, right=verdict) for d in comparison.differences))
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, garbage is left: looking for it would go through all that recorders keep, again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def losses(points: Sequence[Point]) -> list[tuple[str, Value]]:
@@ -112,10 +127,16 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
         theirs = theirs[:-1]
     found: list[Difference] = []
 
+    pasts: dict[int, str] = {}
+    pairs: dict[tuple[int, int], Found] = {}
+
     def add(at: Point, fqn: str, what: str, one: Any, other: Any) -> None:
         values = _plain(one), _plain(other)
         number = re.match(r"\d+", at.where)
-        past = f"{program.units} {program.operations[: int(number[0]) + 1 if number else 0]}"
+        count = int(number[0]) + 1 if number else 0
+        past = pasts.get(count) or pasts.setdefault(
+            count, f"{program.attributes} {program.units} {program.operations[:count]}"
+        )
         more = at.in_backward, "", past, fqn in stepped
         found.append(Difference(program.name, front_end, at.where, fqn, what, *values, *more))
 
@@ -131,7 +152,7 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
             if not refused or not label[0].startswith(their_last.where.rpartition(":")[0]):
                 add(point, "", "the point", "reached", _raised(ours) or "never reached")
             continue
-        for fqn, what, one, two in differences_at(point, other):
+        for fqn, what, one, two in differences_at(point, other, pairs):
             add(point, fqn, what, one, two)
     if not refused:
         known = _labelled(theirs)
@@ -148,25 +169,38 @@ def compare_points(program: Program, theirs: Sequence[Point], ours: Sequence[Poi
     return Comparison(tuple(found), refused, len(theirs))
 
 
-def differences_at(theirs: Point, ours: Point) -> Iterator[tuple[str, str, Any, Any]]:
-    """(FQN, property, torch's value, fullshard's) of all that differs at a point; of unlike kinds little else."""
+def differences_at(
+    theirs: Point, ours: Point, pairs: dict[tuple[int, int], Found]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """(FQN, property, torch's value, fullshard's) of all that differs at a point.
+
+    ``pairs`` has what was found before: what has not changed between points is the same object at both.
+    """
     for fqn in [*theirs.seen, *(f for f in ours.seen if f not in theirs.seen)]:
         one, two = theirs.seen.get(fqn), ours.seen.get(fqn)
         if one is None or two is None:
             yield fqn, "seen", one is not None, two is not None
-        elif one.get("kind") != two.get("kind"):
-            yield fqn, "kind", one.get("kind"), two.get("kind")
-            if all(str(side.get("kind")).startswith("plain") for side in (one, two)):
-                if one.get("form") != two.get("form"):
-                    yield fqn, "form", one.get("form"), two.get("form")
-                else:
-                    yield from (
-                        (fqn, *found) for found in _unequal(*({k: s.get(k) for k in SHARED} for s in (one, two)))
-                    )
-        elif one.get("form") != two.get("form"):
-            yield fqn, "form", one.get("form"), two.get("form")
-        elif one != two:
-            yield from ((fqn, *found) for found in _unequal(one, two))
+            continue
+        pair = id(one), id(two)
+        if pair not in pairs:
+            pairs[pair] = tuple(_differences_of(one, two))
+        yield from ((fqn, *found) for found in pairs[pair])
+
+
+def _differences_of(theirs: Properties, ours: Properties) -> Iterator[tuple[str, Any, Any]]:
+    """What differs of a parameter; of unlike kinds little else."""
+    kinds, forms = ((theirs.get(what), ours.get(what)) for what in ("kind", "form"))
+    if kinds[0] != kinds[1]:
+        yield "kind", *kinds
+        if all(str(kind).startswith("plain") for kind in kinds):
+            if forms[0] != forms[1]:
+                yield "form", *forms
+            else:
+                yield from _unequal(*({what: side.get(what) for what in SHARED} for side in (theirs, ours)))
+    elif forms[0] != forms[1]:
+        yield "form", *forms
+    elif theirs != ours:
+        yield from _unequal(theirs, ours)
 
 
 def _unequal(theirs: Properties, ours: Properties) -> Iterator[tuple[str, Any, Any]]:

@@ -16,9 +16,10 @@ def draw(seed: int) -> Program:
     """The program of a seed."""
     dice = random.Random(seed)
     depth, group = dice.choice([(1, 0), (2, 0), (3, 0), (2, 2), (2, 1), (4, 2)])
-    options = {"depth": depth, "group": group, "tied": dice.random() < 0.25, "repeat": dice.choice([1, 1, 1, 2])}
+    options = {"depth": depth, "group": group, "tied": dice.random() < 0.25}
+    repeat = dice.choice([1, 1, 1, 2])
     units, precise = _units(dice, Transformer(**options), options["tied"])
-    attributes = {"checkpointed": dice.choice([False, True])} if dice.random() < 0.2 else {}
+    attributes: dict[str, Any] = {"checkpointed": dice.choice([False, True])} if dice.random() < 0.2 else {}
     operations = tuple(_operation(dice, units) for _ in range(dice.randint(3, 6)))
     return Program(
         f"seed {seed}",
@@ -27,7 +28,7 @@ def draw(seed: int) -> Program:
         operations if precise else tuple(o for o in operations if o[0] not in ("to", "load")) or (("train",),),
         hooks=dice.random() < 0.5,
         adam=dice.random() < 0.3,
-        attributes=attributes,
+        attributes={**attributes, "repeat": repeat},
     )
 
 

@@ -240,16 +240,18 @@ class Session:
         self.note("after forward")
         self.backward(self._loss(output))
         assert x.grad is not None
-        self.note("after that", gradient=value_of(x.grad))
+        self.note("after that", gradient=value_of(x.grad, self.recorder.low))
         self.step()
 
     def autograd_grad(self) -> None:
         """Gradients with respect to the input alone, by torch.autograd.grad."""
         x = self.batch().requires_grad_()
-        loss = self.model(x).float().square().mean()
+        output = self.model(x)
+        self.note("after forward")
+        loss = self._loss(output)
         with self._in_backward():
             (gradient,) = torch.autograd.grad(loss, x)
-        self.note("after autograd.grad", gradient=value_of(gradient))
+        self.note("after autograd.grad", gradient=value_of(gradient, self.recorder.low))
 
     # ------------------------------------------------------------ operations: losses outside, flags inside
 
@@ -283,7 +285,7 @@ class Session:
             hidden = self.model(self.batch(), hidden=True)
             self.note("after forward")
             similarity = hidden @ self.unit("embedding").weight.t()
-        self.note("after the product", kind=kind_of(similarity), product=value_of(similarity))
+        self.note("after the product", kind=kind_of(similarity), product=value_of(similarity, self.recorder.low))
 
     def freeze_inside(self, *paths: str) -> None:
         """Flags that forward flips, as PEFT's disable_adapter does."""
@@ -370,7 +372,7 @@ class Session:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        self.note("after clipping", norm=value_of(norm))
+        self.note("after clipping", norm=value_of(norm, self.recorder.low))
         self.step()
 
     def to(self, dtype: torch.dtype) -> None:
@@ -399,7 +401,7 @@ class Session:
         for key, value in state.items():
             facts[f"{key}"] = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {value.requires_grad}"
             if isinstance(value, DTensor | torch.Tensor):
-                facts[f"values of {key}"] = value_of(value)
+                facts[f"values of {key}"] = value_of(value, self.recorder.low)
         saved = self.optimizer.state_dict()["state"]
         facts["optimizer's keys"] = {index: sorted(entry) for index, entry in saved.items()}
         self.note("after state_dict", **facts)

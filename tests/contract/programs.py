@@ -107,7 +107,8 @@ def made(library: ModuleType, value: Any) -> Any:
 # -------------------------------------------------------------------- parts of programs
 
 BLOCKS = ("blocks.0", "blocks.1")
-LIFE: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
+LIFE: tuple[Operation, ...] = (("train",), ("evaluate",), ("save",), ("train",))
+LONG: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
 SHORT: tuple[Operation, ...] = (("train", 2),)
 
 
@@ -142,7 +143,7 @@ def composable() -> list[Program]:
     grouped = units(*BLOCKS, ("norm", "head"), "")
     return [
         *(
-            replace(stacked, name=f"stack raf={r}", units=units(*BLOCKS, "", reshard_after_forward=r))
+            replace(stacked, name=f"stack raf={r}", units=units(*BLOCKS, "", reshard_after_forward=r), operations=LONG)
             for r in (None, True, False)
         ),
         replace(stacked, name="stack raf int", units=units(*BLOCKS, "", reshard_after_forward=2), world=4),
@@ -190,7 +191,7 @@ def composable() -> list[Program]:
         ),
         Program("odd", Odd, units("conv", ""), SHORT),
         Program("conv", Conv, units("first", "norm", ""), LIFE),
-        formed,
+        replace(formed, operations=LONG),
         replace(formed, name="transformer raf=False", units=units(*BLOCKS, "", reshard_after_forward=False)),
         replace(formed, name="group of norm and head", units=grouped),
         replace(
@@ -202,6 +203,38 @@ def composable() -> list[Program]:
         replace(formed, name="group with the embedding", units=units(*BLOCKS, ("embedding", "norm", "head"), "")),
         replace(formed, name="tied transformer", model=transformer(tied=True)),
         replace(formed, name="head is a unit", units=units(*BLOCKS, "head", "")),
+        replace(
+            formed,
+            name="head is a unit, without module hooks",
+            units=units(*BLOCKS, "head", ""),
+            hooks=False,
+            operations=SHORT,
+        ),
+        replace(
+            formed,
+            name="blocks run twice, accumulation",
+            attributes={"repeat": 2},
+            operations=(("accumulate",), ("accumulate", 2)),
+        ),
+        replace(
+            formed,
+            name="blocks run twice, accumulation reduced in bf16",
+            attributes={"repeat": 2},
+            units=units(*BLOCKS, "", mp_policy=ONLY_REDUCED),
+            operations=(("accumulate",), ("accumulate", 2)),
+        ),
+        replace(
+            formed,
+            name="blocks run twice, checkpointed, reentrant=True",
+            attributes={"repeat": 2, "checkpointed": True},
+            operations=(("train", 3),),
+        ),
+        replace(
+            formed,
+            name="head in a group, interleaved",
+            units=units(*BLOCKS, ("embedding", "head"), ""),
+            operations=(("forwards_interleaved",), ("train",)),
+        ),
         replace(formed, name="blocks run twice", model=transformer(repeat=2)),
         replace(
             formed,
@@ -604,7 +637,7 @@ def wrappers() -> list[Program]:
     found = []
     for orig in (True, False):
         by_unit = units(*BLOCKS, "", use_orig_params=orig)
-        stacked = Program(f"wrapper {orig}", stack, by_unit, (("train", 2), ("evaluate",), ("train",)), wrapper=True)
+        stacked = Program(f"wrapper {orig}", stack, by_unit, (("train",), ("evaluate",), ("train",)), wrapper=True)
         formed = replace(stacked, name=f"wrapped transformer {orig}", model=transformer())
         found += [
             stacked,
@@ -656,3 +689,49 @@ def wrappers() -> list[Program]:
 
 
 PROGRAMS = {program.name: program for program in (*composable(), *wrappers())}
+
+# Settings and operations of other programs in another combination, which random programs have, too.
+ONLY_BY_COMMAND = {
+    "one unit raf=True",
+    "five blocks",
+    "frozen raf=False",
+    "mlp, one unit per two layers",
+    "without module hooks",
+    "adam",
+    "transformer raf=False",
+    "group raf=False",
+    "group with the embedding",
+    "blocks run twice raf=False",
+    "noted inside raf=False",
+    "head outside by weight",
+    "head outside, unit raf=False",
+    "chunked head, group",
+    "frozen inside, first step",
+    "backward inside raf=False",
+    "branches in a group raf=False",
+    "two forwards raf=False",
+    "accumulation raf=False",
+    "kept transformer, checkpointed, reentrant=False",
+    "kept transformer, checkpointed, reentrant=True",
+    "setting of a block changed",
+    "optimizer built after a backward",
+    "cast after a step",
+    "exception in forward raf=False",
+    "stack bf16, cast",
+    "transformer bf16",
+    "stack reduced in bf16",
+    "transformer bf16, reduced in fp32",
+    "offload raf=False",
+    "part after the whole",
+    "wrapped transformer True",
+    "wrapper False, one unit",
+    "wrapper True, SHARD_GRAD_OP",
+    "wrapper False, NO_SHARD",
+    "wrapper True, bf16",
+    "wrapper False, clipped",
+    "wrapper True, head outside",
+    "wrapper False, two forwards",
+    "wrapper True, gradients of inputs",
+}
+SUITE = {name: program for name, program in PROGRAMS.items() if name not in ONLY_BY_COMMAND}
+assert PROGRAMS.keys() >= ONLY_BY_COMMAND, "each of these is the name of a program"

@@ -87,6 +87,23 @@ def value_of(tensor: torch.Tensor, low: bool = False) -> Value | str:
     return Value(local.to(torch.float32, copy=True) if local.dtype.itemsize < 4 else local.clone(), low)
 
 
+def _look(parameter: object) -> object:
+    """What can change of a parameter while it stays the same object; None if it cannot be read."""
+    if not isinstance(parameter, torch.Tensor):
+        return None
+    try:
+        leaf = parameter.is_leaf
+        grad = parameter.grad if leaf else None
+    except RuntimeError:
+        return None
+    if isinstance(parameter, DTensor):
+        more: object = parameter.placements, parameter._local_tensor.shape
+    else:
+        more = parameter.untyped_storage().size() == 0
+    of_grad = None if grad is None else (type(grad), grad.dtype, grad.shape)
+    return parameter.shape, parameter.dtype, parameter.requires_grad, leaf, parameter.device, more, of_grad
+
+
 class Recorder:
     """The points of one run of a program."""
 
@@ -107,26 +124,47 @@ class Recorder:
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self._objects: dict[tuple[str, str], list[object]] = defaultdict(list)
+        self._last: dict[str, tuple[object, object, Properties]] = {}  # by FQN: the object, its look, its properties
+        self._names: list[str] = []  # as last listed
+        self._others: dict[str, str] = {}  # of what named_parameters has listed other objects than modules hold
 
     # ------------------------------------------------------------ noting
 
     def note(self, where: str, own: nn.Module | None = None, **facts: Any) -> None:
         """Note all parameters at this point, with the values of those of ``own`` (None: of all), and ``facts``."""
-        point = Point(f"{self.context}: {where}", {}, self.in_backward)
+        seen: dict[str, Properties] = {}
         held: dict[str, object] = {}
+        moved = False
         for fqn, module, name in self.places:
             held[fqn] = parameter = getattr(module, name, None)
-            point.seen[fqn] = self.of(fqn, parameter, values=own is None or own is module)
-        listed = dict(self.model.named_parameters(remove_duplicate=False))
-        point.seen[""] = {"names": list(listed), **facts}
-        by_fqn = {fqn_of(name): parameter for name, parameter in listed.items()}
-        for fqn, parameter in held.items():
-            if parameter is not None and fqn in by_fqn and by_fqn[fqn] is not parameter:
-                point.seen[fqn]["listed by named_parameters"] = f"another object, {kind_of(by_fqn[fqn])}"
-        self.points.append(point)
+            look = _look(parameter)
+            last = self._last.get(fqn)
+            if last is None or last[0] is not parameter or last[1] != look or look is None:
+                moved = moved or last is None or last[0] is not parameter
+                last = self._last[fqn] = parameter, look, self.of(fqn, parameter)
+            seen[fqn] = last[2]
+            if look is not None and (own is None or own is module):
+                seen[fqn] = {**last[2], **self.values_of(parameter)}
+        if moved or own is None or where.endswith("root"):
+            self._list(held)
+        for fqn, other in self._others.items():
+            seen[fqn] = {**seen[fqn], "listed by named_parameters": other}
+        seen[""] = {"names": self._names, **facts}
+        self.points.append(Point(f"{self.context}: {where}", seen, self.in_backward))
 
-    def of(self, fqn: str, parameter: object, values: bool) -> Properties:
-        """What a program can see of a parameter."""
+    def _list(self, held: dict[str, object]) -> None:
+        """List parameters by name: done where modules hold other objects than before, and outside of forward."""
+        listed = dict(self.model.named_parameters(remove_duplicate=False))
+        by_fqn = {fqn_of(name): parameter for name, parameter in listed.items()}
+        self._names = list(listed)
+        self._others = {
+            fqn: f"another object, {kind_of(by_fqn[fqn])}"
+            for fqn, parameter in held.items()
+            if parameter is not None and fqn in by_fqn and by_fqn[fqn] is not parameter
+        }
+
+    def of(self, fqn: str, parameter: object) -> Properties:
+        """What a program can see of a parameter, but for values. It changes only with the object and its look."""
         if not isinstance(parameter, torch.Tensor):
             return {"kind": "missing" if parameter is None else repr(type(parameter))}
         try:
@@ -149,10 +187,15 @@ class Recorder:
             seen["local shape"] = tuple(parameter._local_tensor.shape)
         if grad is not None:
             seen["grad's dtype and shape"] = f"{grad.dtype} {tuple(grad.shape)}"
-        if values:
-            seen["values"] = value_of(parameter, self.low)
-            seen["grad's values"] = None if grad is None else value_of(grad, self.low)
         return seen
+
+    def values_of(self, parameter: torch.Tensor) -> Properties:
+        """The values of a parameter and its gradient. They are noted anew at each point: not every write is counted."""
+        grad = parameter.grad if parameter.is_leaf else None
+        return {
+            "values": value_of(parameter, self.low),
+            "grad's values": None if grad is None else value_of(grad, self.low),
+        }
 
     def form(self, fqn: str, parameter: torch.Tensor) -> str:
         """Whether a parameter is whole, a part of it, or without memory."""

@@ -55,7 +55,7 @@ FULL = [(nn.Parameter, (), True, True), (nn.Parameter, (6, 6), True, True), (nn.
 @on_ranks(1, 2)
 @pytest.mark.parametrize("setting", [True, False])
 def test_registered_parameters(rank: Rank, setting: Any) -> None:
-    """A module sees plain full parameters in its own forward; at any other time they are DTensors."""
+    """A module sees plain full parameters in its own forward, and what is kept until backward; else DTensors."""
     inner = fully_shard(Observed(), mesh=rank.mesh, reshard_after_forward=setting)
     root = Observed()
     root.linear = inner
@@ -67,12 +67,14 @@ def test_registered_parameters(rank: Rank, setting: Any) -> None:
     sharded = dict(root.named_parameters())
     for _ in range(2):
         loss = root(batch(rank.rank, 0, 2, 6)).sum()
-        assert all_sharded()
+        assert all_sharded() is setting
         loss.backward()
         assert all_sharded()
     with torch.no_grad():
         root(batch(rank.rank, 0, 2, 6))
-    assert all_sharded()
+    assert all_sharded() is setting
+    for module in (root, inner):
+        module.reshard()
     assert inner.seen == [FULL] * 3
     assert root.seen[0][0] == FULL[0]  # the root's own; those of the nested unit are sharded at that time
     assert [kind for kind, *_ in root.seen[0][1:]] == [type(sharded["linear.scale"])] * 3

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from compare import assert_close
 from front_ends import CLOSE, assert_at_rest, assert_trains_alike
-from fullshard import clip_grad_norm_, fully_shard, unsharded
+from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, unsharded
 from fullshard.comm import record
 from ranks import Rank, on_ranks
 
@@ -192,22 +192,19 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kept", ["after forward", "after backward"])
-def test_shown_parameters_stand_for_the_sharded_ones(rank: Rank, kept: str) -> None:
+def test_shown_parameters_stand_for_the_sharded_ones(rank: Rank) -> None:
     """While modules show unsharded parameters, clipping, zero_grad, flags, writes and replacements count."""
     torch.manual_seed(0)
     reference, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.ones(2, 4)
     model = fully_shard(copy.deepcopy(reference), reshard_after_forward=False)
     sharded = model[1].weight
-    model.set_reshard_after_backward(kept != "after backward")
 
     def show() -> nn.Parameter:
         """Have the model show unsharded parameters, and sharded ones have gradients, as the reference has them."""
         for side in (reference, model):
             side(x).sum().backward()
-        if kept == "after forward":
-            with torch.no_grad():
-                model(x)
+        with torch.no_grad():
+            model(x)
         shown = model[1].weight
         assert not isinstance(shown, DTensor)
         return shown
@@ -243,3 +240,44 @@ def test_shown_parameters_stand_for_the_sharded_ones(rank: Rank, kept: str) -> N
         expected = reference.get_parameter(name)
         assert_close(parameter.full_tensor(), expected.detach(), name, **CLOSE)
         assert_close(parameter.grad.full_tensor(), expected.grad, f"gradient of {name}", **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_writes_between_forwards_without_backward(rank: Rank, dtype: torch.dtype | None, layout: str) -> None:
+    """Writes to what modules show count, also through ``.data``, and so do those to sharded parameters from before.
+
+    As zeroth-order optimizers write, and as weights are exchanged for their averages to be evaluated. Elements that
+    nobody writes keep their precision.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    reference, x = copy.deepcopy(model), torch.ones(2, 4)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for module in (model[0], model):
+        fully_shard(module, mp_policy=policy, layout=layout)
+    sharded = list(model.parameters())
+    bound = {"rtol": 1e-6, "atol": 1e-6} if dtype is None else {"rtol": 3e-2, "atol": 3e-2}
+
+    def compare(what: str) -> None:
+        with torch.no_grad():
+            assert_close(model(x).float(), reference(x), what, **bound)
+
+    compare("before")
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    for parameter in reference.parameters():
+        parameter.data.mul_(0.5)
+    compare("after writes through .data")
+    for parameter, own in zip(sharded, reference.parameters(), strict=True):
+        parameter.data.mul_(3)
+        own.data.mul_(3)
+    compare("after writes to the sharded parameters")
+    exact = reference[2].weight.detach().clone()
+    with torch.no_grad():
+        model[2].weight[0] = 2
+        exact[0] = 2
+        reference[2].weight[0] = 2
+    compare("after a write to one row")
+    for parameter, before in ((model.state_dict()["2.weight"], exact),):
+        assert_close(parameter.full_tensor()[1:], before[1:], "rows that nobody wrote", rtol=1e-2, atol=1e-3)

@@ -170,6 +170,8 @@ def test_writes_after_the_step(rank: Rank, how: str) -> None:
         with pytest.raises(PhaseError, match=f"{units} after the optimizer step .* call reshard"):
             model(torch.ones(2, 6))
     assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
+    for each in (model, other):
+        each.reshard()
     assert_same_weights(model, other)
 
 
@@ -293,6 +295,7 @@ def test_gradients_land_in_inference_mode(rank: Rank) -> None:
                 square_loss(2 * number + part)(each, rank.rank).backward()
                 with torch.inference_mode():
                     each(torch.ones(2, 6))
+            each.reshard()
             assert not any(p.grad.is_inference() for p in each.parameters())
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

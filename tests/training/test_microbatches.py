@@ -240,9 +240,7 @@ def test_parameters_kept_after_backward(rank: Rank) -> None:
         with record() as seen:
             accumulate(COMPOSABLE, model, reference, rank, "NS", first=10 * step)
         assert len([c for c in seen if c.kind == "all_gather"]) == 4  # once for both microbatches
-        assert_at_rest(model, *every)
-        for module in (model, *model.blocks):
-            module.reshard()  # gradients are those of the sharded parameters
+        assert gathered(model) == every
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()

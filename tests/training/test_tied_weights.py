@@ -173,7 +173,10 @@ def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: lis
 
 @on_ranks(1)
 def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None:
-    """What the flat parameter hides requires a gradient as it does, also where that was switched on later."""
+    """What the flat parameter hides requires a gradient as it does, also where that was switched on later.
+
+    After a forward the module has the unsharded parameters, whose gradients count wherever they come from; not at rest.
+    """
     plain = build(Twice)
     plain.left.requires_grad_(False)
     plain.left = FSDP(plain.left)
@@ -181,7 +184,9 @@ def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None
     model(torch.ones(2, 6)).sum().backward()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    model(torch.ones(2, 6)).detach()
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    model.left(torch.ones(2, 6)).sum().backward()
     with pytest.raises(RuntimeError, match="outside of its FSDP wrapper"):
         model(torch.ones(2, 6)).sum().backward()
 

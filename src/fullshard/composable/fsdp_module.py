@@ -22,7 +22,7 @@ from fullshard.comm import (
     SymmetricMemoryReduceScatter,
     Transport,
 )
-from fullshard.engine.ownership import nested_units, units_of
+from fullshard.engine.ownership import holders_of, holding, nested_units, units_of
 from fullshard.engine.runtime import Runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
@@ -49,6 +49,7 @@ __all__ = [
     "sharded_class",
     "share_comm_ctx",
     "unsharded",
+    "watch_state_dicts",
 ]
 
 
@@ -159,10 +160,6 @@ class FSDPModule(ShardedModule):
         finally:
             for unit in computing:
                 runtime_of(unit).unshard(unit)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        unit_at(self).reshard()
-        super()._load_from_state_dict(*args, **kwargs)
 
     # ---------------------------------------------------------------- gradients
 
@@ -844,6 +841,26 @@ def sharded_class(
     made = cast("type[FSDPModule]", type(f"{base._fullshard_prefix}{plain.__name__}", (base, plain), namespace))
     _sharded_classes[key] = made
     return made
+
+
+def watch_state_dicts(unit: Unit) -> None:
+    """Have ``state_dict`` and ``load_state_dict`` of all modules that hold parameters of ``unit`` see sharded ones."""
+    for module in holders_of(unit):
+        if _register_sharded not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(_register_sharded)  # type: ignore[no-untyped-call]
+            module._register_load_state_dict_pre_hook(_reshard, with_module=True)  # type: ignore[no-untyped-call]
+
+
+def _register_sharded(module: nn.Module, *_: Any) -> None:
+    for unit in holding(module):
+        if not unit.registration.copies and not _is_computing(unit):
+            unit.register_sharded()
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    for unit in holding(module):
+        if not unit.registration.copies:
+            unit.reshard()
 
 
 def _is_computing(unit: Unit) -> bool:

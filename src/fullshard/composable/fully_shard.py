@@ -10,7 +10,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import ShardMesh, shard_mesh
-from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
+from fullshard.composable.fsdp_module import (
+    FSDPModule,
+    ReplicateModule,
+    set_class,
+    sharded_class,
+    watch_state_dicts,
+)
 from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
@@ -357,3 +363,6 @@ def _shard(
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         set_class(module, sharded_class(type(module), base=base))
+    unit = unit_of(modules[0])
+    assert unit is not None, "it has just been made"
+    watch_state_dicts(unit)

@@ -20,6 +20,13 @@ unit that was reached in this way stays unsharded until the end of the backward 
 If backward reaches a unit's parameters in neither way (a weight that the model has read, derivatives with respect to
 parameters that are differentiated again), post-accumulate hooks of the unsharded parameters notify the unit, and it is
 reduced at the end of the pass.
+
+[Note: Transforms]
+Forward-mode differentiation and the transforms of torch.func compute with several tensors behind one: primal, tangent,
+and those of each level of transforms. Each may have a backward, in a graph of its own. So inputs and outputs pass
+through an autograd function there, which torch applies on each level, and which applies itself to tangents. The
+backward of such a forward ends with the pass. What the engine computes, in forward and in backward, is not to be
+differentiated, batched or traced.
 """
 
 from __future__ import annotations
@@ -377,7 +384,7 @@ def _untraced() -> Iterator[None]:
         with outside_transforms():
             yield
     finally:
-        torch._C._set_dispatch_mode(tracer)
+        torch._C._set_dispatch_mode(tracer)  # type: ignore[arg-type]  # outside_transforms has seen it
 
 
 def current_backward() -> int:

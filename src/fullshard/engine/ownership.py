@@ -31,6 +31,8 @@ __all__ = [
     "check_owned",
     "claim_parameters",
     "clear_unit",
+    "holders_of",
+    "holding",
     "nested_units",
     "rename",
     "set_unit",
@@ -51,7 +53,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def set_unit(module: nn.Module, unit: Unit) -> None:
     """Attach ``unit`` to its module, and to those that hold its parameters, which may outlive a wrapper."""
     module.__dict__[_UNIT] = unit
-    for holder in _holders_of(unit):
+    for holder in holders_of(unit):
         holder.__dict__[_HOLDING] = _Holding(holder.__dict__.get(_HOLDING, {}) | {id(unit): unit})
 
 
@@ -71,7 +73,13 @@ class _Holding(dict[int, Unit]):
         return dict, ()
 
 
-def _holders_of(unit: Unit) -> Iterator[nn.Module]:
+def holding(module: nn.Module) -> list[Unit]:
+    """Return the units that own parameters which ``module`` itself holds."""
+    held: dict[int, Unit] = module.__dict__.get(_HOLDING, {})
+    return [unit for unit in held.values() if any(holder is module for holder in holders_of(unit))]
+
+
+def holders_of(unit: Unit) -> Iterator[nn.Module]:
     """Yield the modules that hold parameters of ``unit``, also those that no unit contains yet."""
     for parameter in unit.parameters:
         for owner in (*parameter.owners, *parameter.pending_owners):
@@ -91,9 +99,8 @@ def units_of(module: nn.Module) -> list[Unit]:
     """
     found = {id(unit): unit for unit in nested_units(module)}
     for each in all_modules(module):
-        for key, unit in each.__dict__.get(_HOLDING, {}).items():
-            if key not in found and any(holder is each for holder in _holders_of(unit)):  # or another unit has taken it
-                found[key] = unit
+        for unit in holding(each):
+            found.setdefault(id(unit), unit)
     return list(found.values())
 
 

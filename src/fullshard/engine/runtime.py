@@ -119,7 +119,8 @@ class Runtime:
                 PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 with hooks.outside_transforms():
-                    self._reshard_if_left_over(unit)
+                    if self._open_forwards == 1 or not self._root_runs:  # else what is kept is of this forward
+                        self._reshard_if_left_over(unit)
                     unit.enter_phase(Phase.FORWARD)
                     self.unshard(unit)
                     self._prefetch_forward(unit)
@@ -349,10 +350,10 @@ class Runtime:
             shown &= unit.inner_backward is not InnerBackward.ENDED
             if not shown and not has_backward:
                 unit.reshard()
-            elif setting is None or not has_backward:  # the next forward all-gathers: shards may have been written to
+            elif setting is None:
                 unit.keep()
             if shown:
-                unit.show_unsharded()
+                unit.show_unsharded(before_forward=setting is None and not has_backward)
             else:
                 unit.register_sharded()
         elif setting is None and has_backward and self.prefetcher.is_kept_by_default(unit):
@@ -536,10 +537,8 @@ class Runtime:
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()
-        elif unit.policy.form.shows_kept(for_backward=False):
-            unit.show_unsharded()
-        else:
-            unit.register_sharded()
+        elif not unit.policy.form.has_flat_parameters:
+            unit.register_sharded()  # which have the gradients
 
     # ---------------------------------------------------------------- reductions
 

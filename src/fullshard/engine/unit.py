@@ -5,7 +5,6 @@ A unit does what it is told and knows nobody above it; ``fullshard.engine.runtim
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -59,6 +58,7 @@ class Unit:
     modules_run: dict[int, bool]  # by id, of several modules: ran in this forward; True if a backward may come
     user_unshards: int  # blocks of `unsharded` that the unit is in
     shown: list[int] | None  # versions of the unsharded parameters when a forward left them to users
+    parts_shown: dict[int, torch.Tensor]  # copies of this rank's parts of them, by the ids of parameters
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Unit:
             GradientState.NONE,
         )
         self.open_forwards, self.calls, self.modules_run = [], [], {}
-        self.awaits_backward, self.user_unshards, self.shown = False, 0, None
+        self.awaits_backward, self.user_unshards, self.shown, self.parts_shown = False, 0, None, {}
         self.parameters, self.buckets = list(parameters), []
         sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]
         for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
@@ -293,39 +293,51 @@ class Unit:
             self._write_back_unsharded()
             self.registration.use_sharded()
 
-    def show_unsharded(self) -> None:
-        """Leave the unsharded parameters to users after a forward: what they write to them counts."""
+    def show_unsharded(self, *, before_forward: bool) -> None:
+        """Leave the unsharded parameters to users after a forward: what they write to them counts.
+
+        Args:
+            before_forward: Another forward may come next. Writes through ``.data`` count until then, which no version
+                counter shows; so this rank's parts are copied, to be compared.
+        """
         self.shown = [parameter.unsharded._version for parameter in self.parameters]
         self.registration.show_unsharded()
+        if before_forward and self.mesh.world_size > 1 and not self.policy.offloads:
+            with torch.inference_mode(False), torch.no_grad():
+                for bucket in (bucket for bucket in self.buckets if bucket.has_parts):
+                    parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
+                    shown = zip(bucket.parameters, parts, strict=True)
+                    self.parts_shown.update((id(parameter), part.clone()) for parameter, part in shown)
 
     def _write_back_unsharded(self) -> None:
-        """Write what users have written to unsharded parameters since ``show_unsharded`` into the shards.
+        """Write what users have changed in unsharded parameters since ``show_unsharded`` into the shards.
+
+        Elements that are unchanged in the dtype of computation keep their values in the shards.
 
         Raises:
-            FullshardError: If the shards have another dtype, in which other elements would be rounded.
+            FullshardError: If parameters that were all-gathered quantized were written to between forward and backward.
         """
-        shown, self.shown = self.shown, None
+        shown, before, self.shown, self.parts_shown = self.shown, self.parts_shown, None, {}
         if shown is None:
             return
-        for parameter in self.parameters:
+        for parameter, version in zip(self.parameters, shown, strict=True):
             parameter.agree_on_requires_grad()
-        if shown == [parameter.unsharded._version for parameter in self.parameters]:
-            return
-        before = {id(parameter): version for parameter, version in zip(self.parameters, shown, strict=True)}
+            if parameter.unsharded._version != version and id(parameter) not in before:
+                if self.settings.collectives.quantization is not None:
+                    raise FullshardError(
+                        f"{parameter.describe()} was modified while it was unsharded by a quantized all-gather; call "
+                        "reshard() on its module before you modify it"
+                    )
+                before[id(parameter)] = parameter.local
         with torch.inference_mode(False), torch.no_grad():
-            for bucket in self.buckets:
-                written = [p.unsharded._version != before[id(p)] for p in bucket.parameters]
-                for parameter in itertools.compress(bucket.parameters, written):
-                    if parameter.unsharded.dtype is not parameter.local.dtype:
-                        raise FullshardError(
-                            f"{parameter.describe()} was modified after the forward, where it is unsharded in "
-                            f"{parameter.unsharded.dtype}; call reshard() on the module of unit {self.described} "
-                            "before you modify its parameters"
-                        )
-                if any(written):
-                    parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
-                    for parameter, part in itertools.compress(zip(bucket.parameters, parts, strict=True), written):
-                        parameter.local.copy_(part)
+            for bucket in self.buckets if before else ():
+                if all(id(parameter) not in before for parameter in bucket.parameters):
+                    continue
+                parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
+                for parameter, part in zip(bucket.parameters, parts, strict=True):
+                    if (old := before.get(id(parameter))) is not None:
+                        changed, local = part != old.to(part), parameter.local
+                        local.copy_(torch.where(changed.to(local.device), part.to(local), local))
 
     def keep(self) -> None:
         """Keep the unsharded parameters until backward, or until the next forward all-gathers anew."""

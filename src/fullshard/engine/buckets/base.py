@@ -68,6 +68,7 @@ class Bucket:
         storage: Dtypes and devices of shards, unsharded parameters and gradients.
     """
 
+    has_parts: bool = True  # `parts` knows what of an unsharded value this rank holds
     parameters: list[ShardedParameter]
     mesh: ShardMesh
     storage: Storage

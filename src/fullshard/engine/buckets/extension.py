@@ -51,6 +51,7 @@ class ExtensionBucket(Bucket):
     ``policy`` are passed to the subclasses.
     """
 
+    has_parts: bool = False
     all_gathers: list[ExtensionAllGather]
 
     def __init__(
@@ -279,8 +280,9 @@ class ExtensionAllGather(BucketAllGather):
         mine: Any = own if error is None else f"{type(error).__name__}: {error}"
         everyone = [mine] if world_size == 1 else list(gather(mine, self.transport.group).values())
         for rank, found in enumerate(everyone):
-            if isinstance(found, str):
-                raise TypeError(
+            if isinstance(found, str):  # callers may go on after one of these
+                kind = torch.OutOfMemoryError if found.startswith("OutOfMemoryError") else TypeError
+                raise kind(
                     f"{self.parameter.describe()}: {PRE_ALL_GATHER} of {type(self.parameter.local).__name__} failed "
                     f"on rank {rank} of the shard axis: {found}"
                 ) from error

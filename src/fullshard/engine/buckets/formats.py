@@ -51,6 +51,11 @@ class ShardingFormat:
         """Make the sharded parameter for one that no unit manages yet."""
         return self._parameter_class.of(parameter, owner, fqn, placement)
 
+    @property
+    def has_flat_parameters(self) -> bool:
+        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
+        return False
+
     def shows_kept(self, *, for_backward: bool) -> bool:
         """True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
 
@@ -125,7 +130,12 @@ class FlatShardingFormat(ShardingFormat):
 
     def shows_kept(self, *, for_backward: bool) -> bool:
         """As FSDP1: original parameters only for backward; those in flat parameters as long as they are there."""
-        return for_backward or self._module is not None
+        return for_backward or self.has_flat_parameters
+
+    @property
+    def has_flat_parameters(self) -> bool:
+        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
+        return self._module is not None
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""

@@ -165,6 +165,7 @@ class ShardedParameter:
         else:
             self.sharded = dtensor_parameter(local, spec, requires_grad=old.requires_grad)
             keep_gradient_dtype(self.sharded, old)
+            mark(old, self)  # an optimizer may have been given what users have assigned
         if known and old.device != local.device:
             gradient, old.grad = old.grad, None
             moved = gradient is not None and gradient.device == old.device  # along with the parameter

@@ -62,6 +62,7 @@ class ReductionQueue:
                     issue_reduce_scatters(batch, comm_streams.reduce_scatter)
             except BaseException:  # also outside of a backward, which would recover
                 _abandon(batch)
+                self.abandon()
                 raise
             self._reduce_scatters.append(batch)
 
@@ -107,6 +108,7 @@ class ReductionQueue:
                     issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
         except BaseException:
             _abandon(batch)
+            self.abandon()
             raise
         self._last = batch
         if not to_all_reduce:
