@@ -388,7 +388,6 @@ class ShardedParameter:
         if found is not self.sharded:
             self.sharded = found
             self.remember_attributes()
-            mark(found, self)  # an optimizer that has it takes the one that is made of it
         return found
 
     @property
