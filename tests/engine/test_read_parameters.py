@@ -230,7 +230,11 @@ def test_shown_parameters_stand_for_the_sharded_ones(rank: Rank) -> None:
     reference[0].weight = nn.Parameter(reference[0].weight.detach() * 2)
     model.zero_grad()
     reference.zero_grad()
+    optimizers = [torch.optim.SGD(side.parameters(), 0.1) for side in (model, reference)]
     show()
+    with pytest.warns(UserWarning, match="steps the sharded parameters instead"):
+        optimizers[0].step()
+    optimizers[1].step()
     model.reshard()
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from compare import fqn_of
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
-from fullshard.engine.parameters.sharded import ShardedParameter, managed_by, superseding
+from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.states import Phase
 from fuzz.models import Root
@@ -110,13 +110,19 @@ def pairs(model: nn.Module, reference: Root, *, wrapped: bool) -> list[Pair]:
 
 
 def _held(model: nn.Module, reference: Root) -> Iterator[Pair]:
+    pieces = {
+        (id(owner.module()), owner.name): piece
+        for unit in nested_units(model)
+        for piece in unit.parameters
+        for owner in piece.owners
+    }
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 fqn = fqn_of(f"{path}.{name}" if path else name)
                 if isinstance(parameter, FlatParameter):
                     continue
-                piece = managed_by(parameter) or superseding(parameter)
+                piece = pieces.get((id(module), name))
                 yield Pair(fqn, module, name, piece, reference.get_parameter(fqn))
 
 

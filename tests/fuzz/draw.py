@@ -258,6 +258,10 @@ def _is_possible_loss(plan: HistoryPlan, name: str, given: dict[str, Any]) -> bo
         number = toggle[0] % len(model.blocks)
         if any(block.compiled for block in blocks) or not _has_flags(plan, number):
             return False
+        if toggle[1] == "objects" and front_end.name == "wrapper" and front_end.shows_whole:
+            return (
+                False  # they may be unsharded ones, which a forward without gradients takes away
+            )
         stays = toggle[1] in ("left", "after")
         if stays and name not in (*WITH_BACKWARD, "read", "state_dict"):  # others are done to one model only
             return False
@@ -311,6 +315,8 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         return _has_flags(plan, number)
     if name in ("fail", "add", "move", "out_of_memory"):
         return not any(block.compiled for block in blocks)
+    if name == "move" and arguments["to"] == "dtype" and any(block.kind == "dtypes" for block in blocks):
+        return False  # optimizer state would have other dtypes than the parameters
     if name == "replace":
         return not front_end.flat
     if name == "write" and front_end.flat and arguments["after"] == "forward":
