@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,6 @@ from ranks import Rank, RankPool
 
 ROOT = Path(__file__).parents[2]
 MOST_SHOWN = 12
-GROUP_INTERLEAVED = "between the backwards of two forwards, modules of a unit of several hold the sharded parameters"
-OPEN: dict[str | int, str] = {  # differences that are not meant, and not mended yet
-    "head in a group, interleaved": GROUP_INTERLEAVED,
-    6: GROUP_INTERLEAVED,
-}
 
 
 @dataclass(frozen=True)
@@ -60,14 +54,6 @@ def run(ranks: RankPool, name: str | int, every: bool = False) -> list[Result]:
         world = (PROGRAMS[name] if isinstance(name, str) else draw(name)).world
         _known[name] = ranks(world, compared, name, every)
     return _known[name]
-
-
-def parameters(names: Iterable[str | int]) -> list[Any]:
-    """Parameters of a test: those that are known to differ are expected to fail, until that is mended."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True) if name in OPEN else ())
-        for name in names
-    ]
 
 
 def report(differences: list[Difference]) -> str:

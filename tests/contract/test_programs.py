@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 
 from contract.programs import SUITE
-from contract.running import check, check_entries, parameters
+from contract.running import check, check_entries
 from ranks import RankPool
 
 NAMES = [name for name, program in SUITE.items() if not program.wrapper]
 
 
-@pytest.mark.parametrize("name", parameters(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_programs(ranks: RankPool, name: str) -> None:
     """A program sees the same under both libraries, at every point."""
     check(ranks, name)

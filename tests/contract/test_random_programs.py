@@ -17,20 +17,20 @@ import fullshard
 from contract.comparison import compare_points
 from contract.operations import Session
 from contract.programs import PROGRAMS, SUITE
-from contract.running import check, check_entries, parameters
+from contract.running import check, check_entries
 from ranks import Rank, RankPool, on_ranks
 
 SEEDS = range(24)
 NAMES = [name for name, program in SUITE.items() if program.wrapper]
 
 
-@pytest.mark.parametrize("name", parameters(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_wrappers(ranks: RankPool, name: str) -> None:
     """A program with wrappers sees the same under both libraries, at every point."""
     check(ranks, name)
 
 
-@pytest.mark.parametrize("seed", parameters(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs(ranks: RankPool, seed: int) -> None:
     """So do programs that are drawn from a seed."""
     check(ranks, seed)

@@ -259,9 +259,7 @@ def _is_possible_loss(plan: HistoryPlan, name: str, given: dict[str, Any]) -> bo
         if any(block.compiled for block in blocks) or not _has_flags(plan, number):
             return False
         if toggle[1] == "objects" and front_end.name == "wrapper" and front_end.shows_whole:
-            return (
-                False  # they may be unsharded ones, which a forward without gradients takes away
-            )
+            return False  # they may be unsharded ones, which a forward without gradients takes away
         stays = toggle[1] in ("left", "after")
         if stays and name not in (*WITH_BACKWARD, "read", "state_dict"):  # others are done to one model only
             return False

@@ -217,6 +217,12 @@ def test_forward_mode(rank: Rank, front_end: FrontEnd) -> None:
         for actual, wanted in zip(torch.func.jvp(model, (x,), (tangent,)), expected, strict=True):
             assert_close(actual, wanted, "jvp", **CLOSE)
         assert_trains_alike(model, reference, rank)
+        for trains in (False, True):  # flags that forwards take over, inside the transform too
+            for each in (model, reference):
+                next(each.children()).requires_grad_(trains)
+            expected = torch.func.jvp(reference, (x,), (tangent,))
+            for actual, wanted in zip(torch.func.jvp(model, (x,), (tangent,)), expected, strict=True):
+                assert_close(actual, wanted, "jvp", **CLOSE)
 
 
 def _dual(model: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,8 @@ _TRACER = torch._C._TorchDispatchModeKey.PROXY  # of make_fx
 class BackwardEvents(Protocol):
     """Callbacks of the backward of one forward of a unit."""
 
+    came: bool  # a backward has come to the output
+
     def pre_backward(self) -> None:
         """Handle the first gradient of an output."""
 
@@ -88,27 +90,31 @@ class Call:
     Args:
         node: The autograd node that the inputs passed through. None: no input requires a gradient, so that the backward
             of the call ends with the pass.
+        output: The callbacks of its output, if ``node`` is None.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_node", "_output")
 
-    def __init__(self, node: Any | None) -> None:
+    def __init__(self, node: Any | None, output: BackwardEvents | None = None) -> None:
         self._node = None if node is None else weakref.ref(node)  # weak: users drop graphs
+        self._output = None if output is None else weakref.ref(output)
 
     @property
-    def ends_with_pass(self) -> bool:
-        """True if only the end of the backward pass ends the call's backward."""
-        return self._node is None
+    def ended_with_pass(self) -> bool:
+        """True if the end of a backward pass that came to the output is the end of the call's backward."""
+        output = None if self._output is None else self._output()
+        return self._node is None and (output is None or output.came)
 
     @property
     def alive(self) -> bool:
-        """True while the graph of the call exists; always, if no input requires a gradient."""
-        return self._node is None or self._node() is not None
+        """True while the graph of the call exists."""
+        held = self._output if self._node is None else self._node
+        return held is not None and held() is not None
 
     def still_to_run(self) -> bool:
         """True if the backward pass that runs now may still come to the inputs of this call."""
         if self._node is None:
-            return True
+            return self.alive
         node = self._node()
         if node is None or node.ran_in == current_backward():
             return False

@@ -138,15 +138,15 @@ class Runtime:
 
     def post_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """After ``module`` has computed: cast and watch the outputs, and reshard the unit as its settings say."""
-        forward, has_backward = unit.open_forwards[-1], False
+        forward, events, has_backward = unit.open_forwards[-1], _BackwardOf(unit), False
         try:
             self.activations.end(forward)
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
-                output, has_backward = hooks.register_pre_backward(_BackwardOf(unit), output, forward.first_node)
+                output, has_backward = hooks.register_pre_backward(events, output, forward.first_node)
             if len(unit.open_forwards) == 1:
                 with hooks.outside_transforms():
-                    self._end_forward(unit, module, forward, has_backward=has_backward)
+                    self._end_forward(unit, module, forward, events if has_backward else None)
         except BaseException:
             self.abort_forward(unit)
             raise
@@ -200,14 +200,16 @@ class Runtime:
         self._unshard_after = None
         self.prefetcher.order.record(unit)
 
-    def _end_forward(self, unit: Unit, module: nn.Module, forward: OpenForward, *, has_backward: bool) -> None:
+    def _end_forward(
+        self, unit: Unit, module: nn.Module, forward: OpenForward, events: hooks.BackwardEvents | None
+    ) -> None:
         """The unit has computed: reshard it, or keep it for backward, and remember the order for backward."""
         unit.enter_phase(forward.resumes)
         if not unit.phase.is_backward:  # else recomputed inside of its own backward, which needs it next
-            self._reshard_when_all_have_run(unit, module, has_backward=has_backward)
-        if not has_backward:
+            self._reshard_when_all_have_run(unit, module, has_backward=events is not None)
+        if events is None:
             return
-        unit.expect_backward(forward)
+        unit.expect_backward(forward, events)
         if not hooks.in_backward():
             if unit.awaits_backward:
                 unit.gradients.accumulate_in_reduce_dtype()
@@ -727,12 +729,13 @@ class _BackwardOf:
         unit: Unit whose module runs. Its runtime may be another one by the time of the backward.
     """
 
-    __slots__ = ("unit",)
+    __slots__ = ("__weakref__", "came", "unit")
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self.unit, self.came = unit, False
 
     def pre_backward(self) -> None:
+        self.came = True
         runtime_of(self.unit).pre_backward(self.unit)
 
     def pre_double_backward(self) -> None:

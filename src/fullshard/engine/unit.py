@@ -405,10 +405,11 @@ class Unit:
         dtype = self.policy.precision.output_dtype
         return output if dtype is None else cast_tensors(dtype, output)
 
-    def expect_backward(self, forward: OpenForward) -> None:
-        """Note that a forward has returned something that has a backward."""
-        if forward.call is None and not any(call.ends_with_pass for call in self.calls):
-            self.calls.append(hooks.Call(None))
+    def expect_backward(self, forward: OpenForward, events: hooks.BackwardEvents) -> None:
+        """Note that a forward has returned something that has a backward, which calls ``events``."""
+        if forward.call is None:
+            self.calls = [call for call in self.calls if call.alive]
+            self.calls.append(hooks.Call(None, events))
 
     @property
     def inner_backward(self) -> InnerBackward:
@@ -424,7 +425,7 @@ class Unit:
 
     def end_calls(self) -> None:
         """Forget calls whose backward only the end of the pass ends: it is over."""
-        self.calls = [call for call in self.calls if not call.ends_with_pass]
+        self.calls = [call for call in self.calls if not call.ended_with_pass]
 
     def end_pass(self) -> None:
         """End a backward pass, or a reduction outside of one."""

@@ -124,7 +124,7 @@ class Watchdog:
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
     _mismatch: str  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
-    _suspected: tuple[str, float]  # a deadlock, and since when: it counts if it lasts
+    _suspected: tuple[str, float]  # a deadlock or a broken network, and since when: it counts if it lasts
     _warned: tuple[str, float]
     _stop: threading.Event
     _thread: threading.Thread
@@ -277,8 +277,10 @@ class Watchdog:
         suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
             return
-        if verdict.kind == "deadlock" and (verdict.message != suspected[0] or now - suspected[1] < self.lost_s):
-            self._suspected = suspected if verdict.message == suspected[0] else (verdict.message, now)
+        # A rank whose process has just ended still counts as answering, and closes connections of others.
+        suspect = verdict.message if verdict.kind == "deadlock" else verdict.kind
+        if verdict.kind in ("deadlock", "broken") and (suspect != suspected[0] or now - suspected[1] < self.lost_s):
+            self._suspected = suspected if suspect == suspected[0] else (suspect, now)
         elif verdict.is_final:
             value = json.dumps({"message": _failure(verdict), "ranks": sorted(ranks), "kind": verdict.kind})
             self._store.keys.compare_set("failure", "", value)

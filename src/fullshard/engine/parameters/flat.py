@@ -185,7 +185,7 @@ class FlatShardedParameter(SliceParameter):
         """Have the unsharded parameter, and one that a flat parameter hides, require a gradient as what users see."""
         super().follow_requires_grad()
         if self.handle is not None:
-            self.sharded.requires_grad_(self.requires_grad)
+            self.sharded.requires_grad = self.requires_grad
             self.refuse_own_gradient()
 
     def refuse_own_gradient(self) -> None:

@@ -205,13 +205,13 @@ class ShardedParameter:
     def follow_requires_grad(self) -> None:
         """Have the unsharded parameter require a gradient as the sharded one does."""
         self.followed = self.requires_grad
-        self.unsharded.requires_grad_(self.followed)
+        self.unsharded.requires_grad = self.followed  # functorch refuses requires_grad_()
         self._collect_gradients()
 
     def take_requires_grad(self) -> None:
         """Have the sharded parameter require a gradient as the unsharded one, whose flag a user has changed."""
         self.followed = self.unsharded.requires_grad
-        self.sharded.requires_grad_(self.followed)
+        self.sharded.requires_grad = self.followed
 
     def agree_on_requires_grad(self) -> None:
         """Have both require a gradient as users have set it on either; on the unsharded one, if on both."""
