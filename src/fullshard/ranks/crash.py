@@ -114,7 +114,7 @@ def summarize(crashes: Mapping[int, Crash]) -> str:
     missing = sorted(set(range(world_size)) - crashes.keys())
     raised = [(event.time, rank, event) for rank, c in crashes.items() for event in c.events if event.kind == "raised"]
     reports = {rank: crash.report for rank, crash in crashes.items()}
-    verdict = judge(reports, dict.fromkeys(missing, ""), world_size=world_size)
+    verdict = judge(reports, dict.fromkeys(missing, ""))
     failure = next((crash.failure for crash in crashes.values() if crash.failure is not None), None)
     if raised:
         moment, first, event = min(raised)
@@ -129,7 +129,7 @@ def summarize(crashes: Mapping[int, Crash]) -> str:
         beginning += "(by the launcher after another rank had failed, or for its memory), or wrote to another machine."
     doing = f"The ranks were doing this: {list_values({rank: each.doing for rank, each in sorted(reports.items())})}."
     reason = failure or (doing if verdict is None else f"{verdict.message}.")
-    reason = f"{reason[0].upper()}{reason[1:]}".partition(". `fullshard inspect ")[0].rstrip(".") + "."
+    reason = f"{reason[0].upper()}{reason[1:]}".partition("\n`fullshard inspect ")[0].rstrip(".") + "."
     crash = crashes[first]
     end = len(crash.events)
     if raised:  # what came before it, and a little of what came after
