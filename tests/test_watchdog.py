@@ -32,7 +32,7 @@ from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
-from fullshard.ranks.verdict import GroupReport, Report, judge
+from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, judge
 from fullshard.train.stop import StopRequest
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
@@ -160,16 +160,24 @@ SCENARIOS = {
     ],
     "skipped": ["position 3 (from 0): 'blocks.2' on ranks 0, 1, 3; 'blocks.3' on rank 2", "step 1, microbatch 0"],
     "not in the loss": ["of 'blocks.1' (step 1, microbatch 0) on ranks 0, 1, 3", "waits for a collective in the"],
-    "fewer microbatches": ["has ended (without an exception)", "on rank 2", "waits for a collective in the forward of"],
-    "fewer steps": ["has ended (without an exception)", "on rank 2", "waits for a collective in the forward of"],
+    "fewer microbatches": [
+        "has ended (without an exception that is known)",
+        "on rank 2",
+        "waits for a collective in the forward of",
+    ],
+    "fewer steps": [
+        "has ended (without an exception that is known)",
+        "on rank 2",
+        "waits for a collective in the forward of",
+    ],
     "forward raises": ["forward of 'blocks.1': ValueError: a bad batch", "step 1, microbatch 0) on rank 2"],
     "backward raises": ["raised an exception (backward)", "step 1, microbatch 0) on rank 2"],
     "raises between": [
         "has ended (ValueError: a bad batch)",
         "user code after the forward (step 1, microbatch 0) on rank 2",
     ],
-    "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "does not answer"],
-    "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "does not answer"],
+    "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "its process is gone"],
+    "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "its process is stopped"],
     "other collective": [
         "waits in all_reduce, called at test_watchdog.py:",
         "user code after the optimizer step",
@@ -278,7 +286,7 @@ def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str, kind: str) -> Non
     told = ranks(4, train_out_of_step, odd, kind, fresh=True)
     assert len(set(told)) == 1
     where = r"of the root \(step \d+, microbatch \d+\), after \d+ steps of an optimizer, on rank"
-    assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\. Now: ", told[0]), told[0]
+    assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\nNow:\n", told[0]), told[0]
 
 
 def train_cut_differently(rank: Rank, how: str) -> str:
@@ -325,11 +333,11 @@ def test_strides_that_mean_nothing_are_not_compared(rank: Rank) -> None:
 
 
 CUTS = {
-    "dim": r"blocks.0.linear.weight \(16, 16\) .* dim 0, packed on ranks 0, 1, 3; .* dim 1, packed on rank 2\. Now: ",
-    "granularity": r"blocks.0.linear.bias .* of 272 elements on ranks 0, 1, 3; .* elements on rank 2\. Now: ",
-    "order": r"blocks.0.linear.weight .* on ranks 0, 1, 3; blocks.1.linear.weight .* on rank 2\. Now: ",
-    "strides": r"blocks.0.linear.weight .* \(16, 1\).* on ranks 0, 1, 3; .* \(1, 16\).* on rank 2\. Now: ",
-    "dtype": r".*sent in torch.bfloat16 .* on ranks 0, 1, 3; .*sent in torch.float16 .* on rank 2\. Now: ",
+    "dim": r"blocks.0.linear.weight \(16, 16\) .* dim 0, packed on ranks 0, 1, 3; .* dim 1, packed on rank 2\nNow:\n",
+    "granularity": r"blocks.0.linear.bias .* of 272 elements on ranks 0, 1, 3; .* elements on rank 2\nNow:\n",
+    "order": r"blocks.0.linear.weight .* on ranks 0, 1, 3; blocks.1.linear.weight .* on rank 2\nNow:\n",
+    "strides": r"blocks.0.linear.weight .* \(16, 1\).* on ranks 0, 1, 3; .* \(1, 16\).* on rank 2\nNow:\n",
+    "dtype": r".*sent in torch.bfloat16 .* on ranks 0, 1, 3; .*sent in torch.float16 .* on rank 2\nNow:\n",
 }
 
 
@@ -568,10 +576,26 @@ def test_a_correct_program_is_not_ended(ranks: RankPool, program: Any) -> None:
 # -------------------------------------------------------------------- reasons
 
 
-def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, **further: Any) -> Report:
+CALL = "all_reduce, called at train.py:3"
+
+
+def report(
+    state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, began: int = 0, **further: Any
+) -> Report:
     """A rank that has launched all-gathers of ``units`` in turns."""
     launches = [Launch("all_gather", (units[number % len(units)],), step, 0, step) for number in range(count)]
-    return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches)}, **further)
+    return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches, began)}, **further)
+
+
+def calls(launches: int, own: int = 0) -> dict[str, Collectives]:
+    """The collectives of a group: launches, then ones of the user's."""
+    return {"0": Collectives([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
+
+
+def foreign(launches: int, collectives: dict[str, Collectives]) -> Report:
+    """A rank that waits in the last collective of its group."""
+    at = ("0", collectives["0"].last)
+    return report("runs", launches, foreign=CALL, foreign_at=at, collectives=collectives)
 
 
 def test_reasons() -> None:
@@ -579,41 +603,45 @@ def test_reasons() -> None:
     waits = report("waits", 5, waits_for=("0", 4))
     kinds = {
         "differ": {0: waits, 1: waits, 2: report("waits", 5, units=("a", "c"))},
-        "raised": {0: waits, 1: waits, 2: report("raised", 4, error="an error", forwards=1)},
+        "raised": {0: waits, 1: waits, 2: report("raised", 4, error="an error")},
         "exited": {0: waits, 1: waits, 2: report("exited", 4)},
         "slow": {0: waits, 1: waits, 2: report("runs", 4)},
         "broken": {0: waits, 1: waits, 2: report("broken", 5, error="closed")},
-        "deadlock": {0: waits, 1: waits, 2: report("runs", 4, foreign="all_reduce, called at train.py:3")},
+        "deadlock": {**dict.fromkeys((0, 1), replace(waits, collectives=calls(5))), 2: foreign(4, calls(5, 1))},
+        "calls": {**dict.fromkeys((0, 1), replace(waits, collectives=calls(5))), 2: foreign(4, calls(4, 1))},
     }
     for kind, reports in kinds.items():
-        verdict = judge(reports, {}, world_size=3)
+        verdict = judge(reports, {})
         assert verdict is not None and verdict.kind == kind
         assert verdict.is_final == (kind != "slow")
-    assert judge({0: waits, 1: waits}, {2: "the forward"}, world_size=3).kind == "lost"  # type: ignore[union-attr]
-    assert judge({0: waits, 1: waits}, {}, [2], world_size=3) is None  # it may answer yet
-    assert judge({0: waits, 1: waits, 2: waits}, {}, world_size=3) is None  # the network is slow
-    assert judge({0: report("runs", 5), 1: report("runs", 7)}, {}, world_size=2) is None
+    assert judge({0: waits, 1: waits}, {2: "the forward"}).kind == "lost"  # type: ignore[union-attr]
+    assert judge({0: waits, 1: waits}, {}, [2]) is None  # it may answer yet
+    assert judge({0: waits, 1: waits, 2: waits}, {}) is None  # the network is slow
+    assert judge({0: report("runs", 5), 1: report("runs", 7)}, {}) is None
     ahead = report("waits", 7, waits_for=("0", 6))
-    assert judge({0: waits, 1: ahead, 2: ahead}, {}, world_size=3) is None  # a slow link
-    foreign = report("runs", 5, foreign="all_reduce, called at train.py:3")
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3) is None  # it has issued what they wait for
-    foreign = report("runs", 4, foreign="all_reduce, called at train.py:3")
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
-    assert judge({0: foreign, 1: foreign}, {}, world_size=2, mismatch="differ") is None
+    assert judge({0: waits, 1: ahead, 2: ahead}, {}) is None  # a slow link
+    others = dict.fromkeys((0, 1), replace(waits, collectives=calls(5)))
+    assert judge({**others, 2: foreign(5, calls(5, 1))}, {}).kind == "slow"  # type: ignore[union-attr]  # it has issued what they wait for
+    elsewhere = replace(foreign(4, calls(5)), foreign_at=None)  # in a group with an engine that is not in the world
+    assert judge({**others, 2: elsewhere}, {}).kind == "slow"  # type: ignore[union-attr]
+    unlike = foreign(4, {"0": Collectives([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
+    assert judge({**others, 2: unlike}, {}).kind == "slow"  # type: ignore[union-attr]
+    assert judge({0: unlike, 1: unlike}, {}, mismatch="differ") is None
+    first = report("raised", 4, error="an error", began=4)  # it has launched nothing in the forward that it has left
+    assert judge({0: waits, 1: waits, 2: first}, {}).kind == "slow"  # type: ignore[union-attr]
     other = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (7,))])})
     usual = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (8,))])})
-    verdict = judge({0: usual, 1: other, 2: usual}, {}, world_size=3)
+    verdict = judge({0: usual, 1: other, 2: usual}, {})
     assert verdict is not None and (verdict.kind, verdict.culprits) == ("differ", [1])
-    assert "mix up elements of parameters: those of 'a'. Now: " in verdict.message
+    assert "mix up elements of parameters: those of 'a'\nNow:\n" in verdict.message
     told = {0: replace(usual, layouts={"8": "w, along dim 0\nb"}), 1: replace(other, layouts={"7": "w, along dim 0"})}
-    verdict = judge(told, {}, world_size=3)
-    assert verdict is not None and "'a' has b on rank 0; no more parameters on rank 1. Now: " in verdict.message
+    verdict = judge(told, {})
+    assert verdict is not None and "'a' has b on rank 0; no more parameters on rank 1\nNow:\n" in verdict.message
     behind = report("runs", 5, step=2)
-    verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, world_size=3, mismatch="out of step")
+    verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, mismatch="out of step")
     assert verdict is not None and (verdict.kind, verdict.culprits) == ("out of step", [0]) and verdict.is_final
-    assert judge({0: behind, 1: behind}, {}, world_size=2, mismatch="out of step") is None  # by what is still known
-    assert judge({0: report("runs", 7), 1: behind}, {}, world_size=2) is None
+    assert judge({0: behind, 1: behind}, {}, mismatch="out of step") is None  # by what is still known
+    assert judge({0: report("runs", 7), 1: behind}, {}) is None
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
@@ -628,7 +656,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
 def test_reports_survive_the_store() -> None:
     """As JSON, with lists for tuples."""
-    first = report("waits", 3, order=["", "a"], siblings=[7], waits_for=("0", 2))
+    first = report("waits", 3, order=["", "a"], processes=[(7, 8, "runs")], foreign_at=("0", 1), waits_for=("0", 2))
     assert Report.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 
@@ -639,11 +667,11 @@ def test_long_messages_show_where_launches_differ() -> None:
         rank: Report("waits", "a place", groups={"0": GroupReport([0, 1], 7, [Launch("all_gather", units, 1, 2)])})
         for rank, units in enumerate([(*common, "x", "y"), (*common, "y", *common)])
     }
-    verdict = judge(reports, {}, world_size=2)
+    verdict = judge(reports, {})
     assert verdict is not None
     assert (
         "collective 7 (from 0) of a process group is all-gather of ... 'x', 'y' (step 1, microbatch 2) on rank 0; "
-        "all-gather of ... 'y', 'blocks.0', 'blocks.1' and 48 more (step 1, microbatch 2) on rank 1."
+        "all-gather of ... 'y', 'blocks.0', 'blocks.1' and 48 more (step 1, microbatch 2) on rank 1\n"
     ) in verdict.message
 
 

@@ -231,7 +231,7 @@ def judge(
     wanted = _wanted(reports, stuck)
     if ended := [rank for rank in sorted(wanted & reports.keys()) if _has_left(rank, reports, stuck, late)]:
         report = reports[ended[0]]
-        told = f"{waiting} for a rank that will not come: {list_values({each: reports[each].doing for each in ended})}"
+        told = f"{waiting} for {list_ranks(ended)}, which will not come"
         return verdict(report.state, ended, told, _RAISED if report.error else _ENDED, _order(reports))
     if gone := [rank for rank in lost if rank in wanted]:
         told = f"{waiting}, but {list_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost"
@@ -331,6 +331,8 @@ def _calls(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     for report in reports.values():
         for name, own in report.collectives.items():
             every = {r: of for r in own.ranks if (of := _of(reports, name, r, report)) is not None}
+            if len(every) < 2:
+                continue
             for number in range(max(of.first for of in every.values()), max(of.last for of in every.values()) + 1):
                 here = {r: of.calls[number - of.first] for r, of in every.items() if number <= of.last}
                 odd = [r for r, call in here.items() if call != OURS]

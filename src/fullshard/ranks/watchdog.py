@@ -348,7 +348,7 @@ class Watchdog:
         elif verdict.is_final:
             value = json.dumps({"message": _ENDS + verdict.message, "ranks": sorted(ranks), "kind": verdict.kind})
             self._store.keys.compare_set("failure", "", value)
-        else:
+        elif max(reports[rank].seconds for rank in verdict.culprits) > self.stuck_s / 2:  # not if it has just gone on
             self._warn(verdict, now)
 
     def _compare_digests(self) -> str:
@@ -613,8 +613,9 @@ def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tupl
             if call != OURS and not entry["retired"] and entry.get("thread_id", str(training)) == str(training):
                 pending = name, number, call
     found = {}
-    for group, known in dist.distributed_c10d._world.pg_group_ranks.items():
-        if group.size() > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
+    for group in dist.distributed_c10d._world.pg_map:
+        known = dist.distributed_c10d._world.pg_group_ranks[group]
+        if len(known) > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
             calls = [*entries.get(str(group.group_name), {}).items()][-_COLLECTIVES_REPORTED:]
             first = calls[0][0] if calls else 1
             found[str(group.group_name)] = Collectives(sorted(known), first, [call for _, call in calls])
