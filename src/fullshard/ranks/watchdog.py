@@ -40,6 +40,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -55,7 +56,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
 from fullshard.progress import PROGRESS, LaunchLog
+from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, write_crash
+from fullshard.ranks.order import explain_units
 from fullshard.ranks.store import GroupStore, seconds_from
 from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, judge
 
@@ -147,6 +150,7 @@ class Watchdog:
     _error_file: Path | None  # to which the launcher writes what it catches
     _suspected: tuple[str, float]  # a deadlock or a broken network, and since when: it counts if it lasts
     _warned: tuple[str, float]
+    _compared: Counter[str]  # roots with the same units, by group
     _stop: threading.Event
     _threads: list[threading.Thread]
 
@@ -160,7 +164,7 @@ class Watchdog:
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
         self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
         self._mismatch, self._looked, self._has_ended, self._error_file = "", time.monotonic(), False, _error_file()
-        self._stop = threading.Event()
+        self._stop, self._compared = threading.Event(), Counter()
         self._threads = [
             threading.Thread(target=target, name=f"fullshard {name}", daemon=True)
             for target, name in ((self._run, "watchdog"), (self._watch_store, "watch on the store"))
@@ -199,6 +203,30 @@ class Watchdog:
                     break
         self._broken = None  # if it is handled, this rank goes on
         return error if PROGRESS.failure is None else FullshardError(PROGRESS.failure)
+
+    def compare_units(self, group: dist.ProcessGroup, units: Mapping[str, str]) -> None:
+        """Compare the parameters of units with those of the rank that comes here first, before the first launch.
+
+        Args:
+            group: The ranks that have to have the same.
+            units: By name, a line for each parameter.
+
+        Raises:
+            FullshardError: On all ranks of the group, though on the others only when they wait for this one.
+        """
+        names = f"{group.group_name}/{digest_of(sorted(units)).hex()}"
+        self._compared[names] += 1
+        key, text = f"units/{names}/{self._compared[names]}", json.dumps(units)
+        own = f"{digest_of(text).hex()} {self._rank}"
+        first = self._store.keys.compare_set(key, "", own).decode()
+        if first == own:
+            self._store.keys.set(f"{key}/text", text)
+        elif first.split()[0] != own.split()[0]:
+            rank = int(first.split()[1])
+            told = explain_units({rank: json.loads(self._store.keys.get(f"{key}/text")), self._rank: units})
+            ranks = dist.get_process_group_ranks(group)
+            self._store.keys.compare_set("failure", "", json.dumps({"message": told, "ranks": ranks, "kind": "units"}))
+            raise FullshardError(told)
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return which of ``ranks`` will not come, as they have ended, and what is known of each."""
