@@ -245,7 +245,9 @@ class Watchdog:
         why = ""
         while not self._stop.wait(self._poll_s):
             if dist.group.WORLD is not self._world:
-                self._say_last_word("has destroyed its process groups")
+                found: Any = sys._current_exceptions().get(self._training)  # as in a finally clause
+                error = found[1] if isinstance(found, tuple) else found
+                self._say_last_word(None if error is None else f"{type(error).__name__}: {error}")
                 break
             try:
                 self._look()
