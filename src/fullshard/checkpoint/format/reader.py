@@ -26,7 +26,7 @@ from fullshard.checkpoint.format.files import FileVersion, Folder
 from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, INDEX_FILE, ITEM_SIZES, FilePlace, Index
 from fullshard.checkpoint.format.index_json import checksum, from_json
-from fullshard.checkpoint.format.torch_format import METADATA_FILE, check_archive, decode_shard, read_metadata_file
+from fullshard.checkpoint.format.torch_format import METADATA_FILE, decode_shard, read_metadata
 from fullshard.checkpoint.format.values import from_bytes
 from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
@@ -75,10 +75,9 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
     folder = Folder(path)
     for name in (INDEX_FILE, METADATA_FILE):
         if folder.exists(name):
-            with folder.read(name) as stream:
-                data = stream.read()
+            data = folder.read_index(name)
             own = name == INDEX_FILE
-            index = from_json(data, folder.where(name)) if own else read_metadata_file(folder)
+            index = from_json(data, folder.where(name)) if own else read_metadata(data, folder)
             return CheckpointReader(folder, index, checksum(data))
     names = folder.names()
     found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
@@ -344,8 +343,6 @@ class CheckpointReader:
         if self.index.own_format:
             for begin in range(0, len(view), self.index.block):
                 self._compare(key, place, begin, checksum(view[begin : begin + self.index.block]))
-        else:
-            check_archive(self._where(key, place), data)
         return bytes(data)
 
     def _read_bytes(self, key: str, place: FilePlace, offset: int, view: memoryview) -> None:
