@@ -107,9 +107,14 @@ def repeated(what: bytes, count: int) -> bytes:
     return group(text("x" * 10**6), pickle.BINPUT + b"\1", what * count)
 
 
-FORGED = (text("a"), pickle.NONE, pickle.NONE, number(8), number(1), number(27))
-FIELDS = pickle.EMPTY_DICT + text("f") + group(dtype("O8", "|"), number(0)) + pickle.SETITEM
-VOID = dtype("V8", "|", pickle.NONE, group(text("f")), FIELDS, number(8), number(1), number(27))
+FORGED = (text("a"), pickle.NONE, pickle.NONE, number(8), number(1), number(0))
+FIELDS = (
+    pickle.EMPTY_DICT
+    + text("f")
+    + group(call("numpy.dtype", text("O8"), pickle.NEWFALSE, pickle.NEWTRUE), number(0))
+    + pickle.SETITEM
+)
+VOID = dtype("V8", "|", pickle.NONE, group(text("f")), FIELDS, number(8), number(1), number(0))
 TAKEN = pickle.BINGET + b"\1"
 ATTACKS: dict[str, bytes] = {
     "array of objects": array(dtype("O8", "|"), group(number(1)), data(b"\x41" * 8)),
@@ -208,6 +213,7 @@ def wrapped(program: bytes, content: bytes = STORAGE) -> bytes:
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("archive/data.pkl", program)
         archive.writestr("archive/byteorder", sys.byteorder)
+        archive.writestr("archive/version", "3\n")
         archive.writestr("archive/data/0", content)
     return stream.getvalue()
 

@@ -23,6 +23,7 @@ VERSION = 2
 _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file with zeros in its place.
 _FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
+_FEW_ROWS, _MOST_SHARDS = 1 << 18, 64  # in all, and of each tensor in each file: compressed rows may fill the memory
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -124,7 +125,9 @@ class _IndexParser:
         places = None if version > 1 else self._places_1(tensors, rows, stored)
         try:
             if places is None:
-                numbers, regions = self._columns(fields.get("shards"))
+                most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
+                dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
+                numbers, regions = self._columns(fields.get("shards"), 16 * (1 + dims) * most)
             else:
                 regions, numbers = table_of(tensors, self.files, places)
         except ValueError as error:
@@ -143,9 +146,9 @@ class _IndexParser:
             places=places,
         )
 
-    def _columns(self, found: Any) -> tuple[Numbers, RegionTable]:
+    def _columns(self, found: Any, most: int) -> tuple[Numbers, RegionTable]:
         """Return file numbers and regions of all shards; ValueError if they are no such columns."""
-        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True))
+        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True), most)
         return columns[0], RegionTable.from_columns(columns[1:])
 
     def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
