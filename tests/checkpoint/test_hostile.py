@@ -209,6 +209,25 @@ def test_made_up_checksums(tmp_path: Path) -> None:
         assert re.search(message, refused(path))
 
 
+def test_foreign_texts_are_shown_in_short(tmp_path: Path) -> None:
+    """Names of a million characters in an index, in a header or in `.metadata` make short errors."""
+    long = "k" * 10**6
+    write(tmp_path, {long: torch.ones(3), "extra.n": 1})
+    for damage in (
+        lambda: flip(data_of(tmp_path), place_of(tmp_path, long)),
+        lambda: os.truncate(data_of(tmp_path), 9),
+    ):
+        damage()
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path, {long: torch.ones(3)})
+        assert len(str(caught.value)) < 1000 + len(str(tmp_path))
+    index = from_json((tmp_path / INDEX_FILE).read_bytes(), "")
+    for field, wrong in (("aliases", {long: long}), ("values", {long: long}), ("files", {long: FileEntry(1)})):
+        with pytest.raises(CheckpointError) as caught:
+            replace(index, **{field: wrong})
+        assert len(str(caught.value)) < 1000
+
+
 # -------------------------------------------------------------------- torch's own format
 
 

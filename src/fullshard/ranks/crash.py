@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.messages import shortened
+from fullshard.messages import clipped
 from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.agreement import list_ranks, list_values
 from fullshard.ranks.verdict import Report, judge
@@ -121,7 +121,7 @@ def read_crashes(folder: Path) -> dict[int, Crash]:
             crash = Crash(report=report, events=events, **value)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path}: expected what a rank writes after a crash, found something else: {shortened(error)}"
+                f"{path}: expected what a rank writes after a crash, found something else: {clipped(error)}"
             ) from None
         crashes[crash.rank] = crash
     return crashes

@@ -14,6 +14,7 @@ from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, 
 from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, unpack_columns
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
+from fullshard.messages import clipped
 
 __all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
 
@@ -131,7 +132,7 @@ class _IndexParser:
             else:
                 regions, numbers = table_of(tensors, self.files, places)
         except ValueError as error:
-            self._refuse(str(error) if places is not None else f"shards: found {error}")
+            self._refuse(clipped(error) if places is not None else f"shards: found {error}")
         return Index(
             where=self.where,
             tensors=tensors,
@@ -220,7 +221,7 @@ class _IndexParser:
         return found
 
     def _wrong(self, key: str, found: str) -> NoReturn:
-        self._refuse(f"{key}: found {found}")
+        self._refuse(f"{clipped(key)}: found {clipped(found)}")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.where}: {problem}. The file is corrupted: use another checkpoint")

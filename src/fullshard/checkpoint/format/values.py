@@ -24,7 +24,7 @@ import torch
 from fullshard.checkpoint.format.index import ITEM_SIZES
 from fullshard.checkpoint.format.pickles import RefusedError, RestrictedUnpickler, StandIn, checked_key, shown
 from fullshard.errors import CheckpointError
-from fullshard.messages import shortened
+from fullshard.messages import clipped
 
 __all__ = ["first_line", "from_bytes", "read_saved", "to_bytes"]
 
@@ -97,8 +97,8 @@ def from_bytes(key: str, data: bytes) -> Any:
 def first_line(error: Exception) -> str:
     """Return an error about a file in short words."""
     if isinstance(error, RefusedError):
-        return shortened(str(error))
-    return shortened(f"{type(error).__name__}: {error}".splitlines()[0])
+        return clipped(str(error))
+    return clipped(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def read_saved(data: bytes) -> Any:
