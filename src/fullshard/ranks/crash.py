@@ -119,11 +119,11 @@ def read_crashes(folder: Path) -> dict[int, Crash]:
             report = Report.from_json(value.pop("report"))
             events = [Event(*each) for each in value.pop("events")]
             crash = Crash(report=report, events=events, **value)
+            crashes[crash.rank] = crash
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path}: expected what a rank writes after a crash, found something else: {clipped(error)}"
             ) from None
-        crashes[crash.rank] = crash
     return crashes
 
 

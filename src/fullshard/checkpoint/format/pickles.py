@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 
-__all__ = ["RefusedError", "RestrictedUnpickler", "StandIn", "checked_key", "shown"]
+__all__ = ["PickledObject", "RefusedError", "RestrictedUnpickler", "checked_key", "shown"]
 
 _SHOWN = 80  # characters of something from a file in an error
 _MOST_KEY_PARTS = 1000
@@ -43,7 +43,7 @@ class RefusedError(Exception):
     """Something that does not belong into such a file."""
 
 
-class StandIn:
+class PickledObject:
     """Stands for an instance of a class, and keeps what it is made of and restored with."""
 
     state: Any = None
@@ -59,7 +59,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         data: The pickle.
         names: What stands for each name, by module and name: a function, or data that cannot be called.
         storage: Returns what stands for external data, from the pickle's description of it. None: there are none.
-        restore: Restores the state of an object that is no ``StandIn``. None: there are none.
+        restore: Restores the state of an object that is no ``PickledObject``. None: there are none.
     """
 
     stack: list[Any]
@@ -102,7 +102,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, StandIn):
+        if isinstance(target, PickledObject):
             target.state = state
         elif self._restore is None:
             raise RefusedError(f"restores the state of an object of type {type(target).__name__}")
@@ -158,7 +158,7 @@ def checked_key(key: Any) -> Any:
     for part in parts:  # to which those of tuples are added
         if isinstance(part, tuple):
             parts.extend(part[:_MOST_KEY_PARTS])
-        if not isinstance(part, (*_KEYS, StandIn)) or len(parts) > _MOST_KEY_PARTS:
+        if not isinstance(part, (*_KEYS, PickledObject)) or len(parts) > _MOST_KEY_PARTS:
             raise RefusedError(f"a key of type {type(key).__name__}, or too large for one")
     return key
 

@@ -16,7 +16,7 @@ import torch
 
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import ITEM_SIZES, MOST_DIMS, FileEntry, FilePlace, Index, TensorEntry, table_of
-from fullshard.checkpoint.format.pickles import RefusedError, RestrictedUnpickler, StandIn, shown
+from fullshard.checkpoint.format.pickles import PickledObject, RefusedError, RestrictedUnpickler, shown
 from fullshard.checkpoint.format.values import first_line, read_saved
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
@@ -101,7 +101,7 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
 
 def _names() -> dict[tuple[str, str], Any]:
     """Return what stands for each name that such a file may refer to, new for every file."""
-    names: dict[tuple[str, str], Any] = {known: type(known[1], (StandIn,), {}) for known in _KEPT}
+    names: dict[tuple[str, str], Any] = {known: type(known[1], (PickledObject,), {}) for known in _KEPT}
     names |= {known: lambda *_: None for known in _IGNORED}
     names |= {("torch", "Size"): lambda sizes=(): tuple(sizes), ("collections", "OrderedDict"): lambda *_: {}}
     return names | {("torch", name): name for name in ITEM_SIZES}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint.format.index import ITEM_SIZES
-from fullshard.checkpoint.format.pickles import RefusedError, RestrictedUnpickler, StandIn, checked_key, shown
+from fullshard.checkpoint.format.pickles import PickledObject, RefusedError, RestrictedUnpickler, checked_key, shown
 from fullshard.errors import CheckpointError
 from fullshard.messages import clipped
 
@@ -113,7 +113,7 @@ def read_saved(data: bytes) -> Any:
         raise RefusedError(f"it was written on a machine with the byte order {shown(order.decode('latin1'))}")
     program = bytes(records["data.pkl"])
 
-    def storage(pid: Any) -> _Storage:
+    def storage(pid: Any) -> _SavedStorage:
         what, dtype, key, _, numel = pid
         if what != "storage" or type(key) is not str or type(numel) is not int or not isinstance(dtype, torch.dtype):
             raise RefusedError("refers to external data that is no storage")
@@ -122,7 +122,7 @@ def read_saved(data: bytes) -> Any:
             raise RefusedError(f"a storage of {numel} elements of {dtype} in {len(record)} bytes")
         if key not in storages:
             storages[key] = torch.frombuffer(bytearray(record), dtype=torch.uint8) if record else torch.empty(0).byte()
-        return _Storage(storages[key], dtype)
+        return _SavedStorage(storages[key], dtype)
 
     storages: dict[str, torch.Tensor] = {}
     value = RestrictedUnpickler(program, _names(), storage=storage, restore=_restore).load()
@@ -158,14 +158,14 @@ def _records(data: bytes) -> Mapping[str, memoryview]:
 # ---------------------------------------------------------------- stand-ins of the names in a pickle
 
 
-class _Storage(NamedTuple):
+class _SavedStorage(NamedTuple):
     """The bytes of a storage, and the dtype of its elements."""
 
     data: torch.Tensor
     dtype: torch.dtype
 
 
-class _Dtype(StandIn):
+class _Dtype(PickledObject):
     """A numpy dtype: its name, and its state with the order of bytes."""
 
 
@@ -245,7 +245,7 @@ def _tensor(
     dtype: Any = None,
 ) -> torch.Tensor:
     """Return a dense tensor that lies in a storage and has no more elements."""
-    flat: torch.Tensor = _exact(storage, _Storage).data.view(
+    flat: torch.Tensor = _exact(storage, _SavedStorage).data.view(
         _exact(storage.dtype if dtype is None else dtype, torch.dtype)
     )
     (offset,), size, stride = _integers((offset,)), _integers(size), _integers(stride)
