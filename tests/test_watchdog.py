@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,7 +28,16 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from fullshard import FullshardError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, memory, replicate
+import fullshard
+from fullshard import (
+    FullshardError,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    memory,
+    replicate,
+    unsharded,
+)
 from fullshard.cli import app
 from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
@@ -148,6 +160,17 @@ def prepare(scenario: str, net: Net, blocks: list[Any]) -> None:
         blocks[1].before = lambda: time.sleep(4 * STUCK_S)
     elif scenario == "other collective":
         dist.all_reduce(torch.ones(1))
+    elif scenario == "waits for another":
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+    elif scenario == "full tensor":
+        next(net.parameters()).full_tensor()
+    elif scenario == "destroys":
+        try:
+            raise ValueError("a bad record")
+        finally:
+            dist.destroy_process_group()
+            time.sleep(4 * STUCK_S)
 
 
 # What the error says. In a first forward, the wrapper says it in words of its own.
@@ -179,10 +202,14 @@ SCENARIOS = {
     "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "its process is gone"],
     "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "its process is stopped"],
     "other collective": [
+        "ranks 0-3 wait for each other",
         "waits in all_reduce, called at test_watchdog.py:",
         "user code after the optimizer step",
         "on rank 2",
     ],
+    "waits for another": ["waits in all_reduce, called at test_watchdog.py:", "on rank 2"],
+    "full tensor": ["waits in all_gather in full_tensor, called at test_watchdog.py:", "on rank 2"],
+    "destroys": ["has ended (ValueError: a bad record)", "on rank 2"],
 }
 # The front ends differ in who catches what a forward or a backward raises, and the wrapper compares the first order.
 OF_BOTH = ("first order", "order", "forward raises", "backward raises", "killed")
@@ -302,6 +329,7 @@ def train_cut_differently(rank: Rank, how: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_has_server", lambda store: True)
         patch.setattr(watchdog, "_POLL_S", 0.1)
+        patch.setattr(watchdog.Watchdog, "compare_units", lambda *_: None)  # as if they changed after the first forward
         net = Net()
         if odd and how == "order":
             net.blocks = nn.ModuleDict({str(index): net.blocks[index] for index in (1, 0, 2, 3)})
@@ -416,6 +444,91 @@ def test_a_second_process_group_is_watched(ranks: RankPool, tmp_path: Path) -> N
     """Its collectives are known, though they are of units that were made before the first forward."""
     told = ranks(4, train_after_another_group, str(tmp_path), fresh=True, expect_failure=True)
     assert all(outcome.kind == "returned" and "launch different collectives" in outcome.value for outcome in told), told
+
+
+def train_with_other_parameters(rank: Rank, front_end: str, how: str) -> str:
+    os.environ[watchdog.TIMEOUT_VARIABLE] = str(STUCK_S)
+    torch.manual_seed(0)
+    net = Net()
+    if rank.rank == ODD and how == "frozen":
+        net.blocks[1].linear.bias.requires_grad_(False)
+    elif rank.rank == ODD:
+        net.blocks[1].linear.to(torch.bfloat16)
+    shard = fully_shard if front_end == "composable" else FullyShardedDataParallel
+    try:
+        step_of(shard(net))
+    except FullshardError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("front_end", "how"), [("composable", "frozen"), ("wrapper", "dtype")])
+def test_parameters_that_differ(ranks: RankPool, front_end: str, how: str) -> None:
+    """They are compared before the first launch: no rank communicates, and all say which parameter it is."""
+    told = ranks(4, train_with_other_parameters, front_end, how, fresh=True)
+    for text in told:
+        assert "ranks have sharded different parameters: the root has " in text, told
+        assert "on rank 2" in text or f"on rank {told.index(text)}" in text, told
+    if how == "frozen":
+        assert "trained blocks.1.linear.bias (16,)" in told[ODD] and "frozen blocks.1.linear.bias" in told[ODD]
+
+
+def run_two_models(rank: Rank) -> str:
+    """Two models of one class, in another order on one rank in one step: messages match by their sizes."""
+    written: list[str] = []
+    logging.getLogger(watchdog.__name__).addFilter(lambda record: written.append(record.getMessage()) is None)
+    models = [fully_shard(Net()), fully_shard(Net())]
+    for step in range(4):
+        for model in models[::-1] if step == 2 and rank.rank == 1 else models:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+    PROGRESS.watchdog._exit()
+    return "\n".join(written)
+
+
+def test_two_models_in_another_order(ranks: RankPool) -> None:
+    """It is said when processes end, as no rank was ever stuck."""
+    told = "".join(ranks(2, run_two_models, fresh=True))
+    assert "the results of this run are wrong" in told
+    assert "the root of model 1 (step 0, microbatch 2) on rank 0; " in told
+    assert "the root of model 2 (step 0, microbatch 2) on rank 1" in told
+
+
+def save_without_one(rank: Rank, path: str) -> str:
+    model = fully_shard(Net())
+    step_of(model)
+    if rank.rank == ODD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    since = time.monotonic()
+    try:
+        fullshard.checkpoint.save(path, model)
+    except FullshardError as error:
+        return f"{time.monotonic() - since:.1f} {error}"
+    return "saved"
+
+
+def test_a_save_whose_rank_is_killed(ranks: RankPool, tmp_path: Path) -> None:
+    """The others do not wait for it until they time out."""
+    outcomes = ranks(3, save_without_one, str(tmp_path / "saved"), fresh=True, expect_failure=True)
+    for outcome in outcomes[:ODD]:
+        seconds, error = outcome.value.split(" ", 1)
+        assert float(seconds) < 15 and "its process is gone" in error and "on rank 2" in error, error
+
+
+@on_ranks(2)
+def test_a_store_that_does_not_answer(rank: Rank) -> None:
+    """A rank that is stuck says so; after long, it ends its wait."""
+    written: list[str] = []
+    logging.getLogger(watchdog.__name__).addFilter(lambda record: written.append(record.getMessage()) is None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_QUIET_S", 0.1)
+        found = watchdog.Watchdog(dist.group.WORLD, 0.1, 1.0)
+        patch.setattr(found, "_poll_s", 0.05)
+        patch.setattr(found, "_since_stuck", lambda: 0.0)
+        patch.setattr(found, "_fail", lambda message: written.append(message))
+        found._watch_store()
+    assert "waits for collectives, and the store of the process groups has not answered for" in written[0]
+    assert written[-1].startswith("the watchdog ended this run") and "rank 0 or the launcher" in written[-1]
 
 
 # -------------------------------------------------------------------- correct programs
@@ -541,6 +654,77 @@ def held_lock(rank: Rank, shard: Any) -> None:
     step_of(model)
 
 
+JOIN = """
+import datetime, sys, time, torch, torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+def join(store, rank):  # as OpenRLHF and verl do
+    store, limit = PrefixStore("sync", store), datetime.timedelta(seconds=60)
+    group, _ = _new_process_group_helper(2, rank, [], "gloo", store, group_name="sync", timeout=limit)
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+"""
+ENGINE = f"""{JOIN}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = join(dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False), 1)
+time.sleep(4)
+dist.broadcast(torch.zeros(4), 0, group=group)
+"""
+
+
+def weights_to_an_engine(rank: Rank, shard: Any) -> None:
+    """A rank sends weights to a process outside of the world, which takes its time; ranks 0 and 1 of their group."""
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(store.port)])
+        names: dict[str, Any] = {}
+        exec(JOIN, names)
+        group = names["join"](store, 0)
+        dist.broadcast(torch.ones(4), 0, group=group)
+        assert engine.wait() == 0
+    step_of(model)
+
+
+def exception_in_an_evaluation(rank: Rank, shard: Any) -> None:
+    """One rank evaluates alone, skips a sample that raises, and takes its time."""
+    net = Net()
+    model = shard(net)
+    step_of(model)
+    with unsharded(model):
+        if rank.rank == 0:
+            net.blocks[1].before = fail
+            with torch.no_grad(), contextlib.suppress(ValueError):
+                model(torch.ones(2, WIDTH))
+            net.blocks[1].before = None
+    time.sleep(4 if rank.rank == 0 else 0)
+    step_of(model)
+
+
+def stopped_for_a_while(rank: Rank, shard: Any) -> None:
+    """A process is stopped, as by a debugger or a scheduler, and goes on."""
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step_of(model)
+
+
+def another_thread_trains(rank: Rank, shard: Any) -> None:
+    """On one rank two threads train; its watchdog ends, and others wait for it."""
+    groups = [dist.new_group([each]) for each in range(4)]
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 1:
+        mesh = DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("alone",))
+        other = threading.Thread(target=lambda: step_of(fully_shard(Net(), mesh=mesh)))
+        other.start()
+        other.join()
+        time.sleep(4)
+    step_of(model)
+
+
 CORRECT = [
     late_start,
     alone_in_evaluation,
@@ -551,11 +735,15 @@ CORRECT = [
     destroyed_group,
     slow_link,
     held_lock,
+    weights_to_an_engine,
+    exception_in_an_evaluation,
+    stopped_for_a_while,
+    another_thread_trains,
 ]
 
 
 def run_correct(rank: Rank, name: str, front_end: str) -> str:
-    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = "0.5", "2"
+    os.environ[watchdog.TIMEOUT_VARIABLE] = "0.5"
     torch.manual_seed(0)
     shard = fully_shard if front_end == "composable" else partial(FullyShardedDataParallel, use_orig_params=True)
     with pytest.MonkeyPatch.context() as patch:

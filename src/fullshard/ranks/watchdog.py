@@ -32,6 +32,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import linecache
 import logging
 import os
 import pickle
@@ -472,7 +473,9 @@ class Watchdog:
             return False
         if frame.f_code.co_filename.endswith(_OPERATIONS):  # as DTensors call them
             return str(frame.f_locals.get("self")).startswith("_c10d_functional")
-        return frame.f_code.co_filename.endswith(_WAITING_FILES)
+        # Or where a user waits for a collective: that is a method of torch, without a frame.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_code.co_filename.endswith(_WAITING_FILES) or ".wait(" in line
 
     def _fail(self, message: str) -> None:
         """Have the training thread raise, wherever it waits for collectives."""
