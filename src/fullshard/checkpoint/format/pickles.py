@@ -16,12 +16,13 @@ import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from pickle import UnpicklingError
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
 
-__all__ = ["PickledObject", "RefusedError", "RestrictedUnpickler", "checked_key", "shown"]
+__all__ = ["PickledObject", "RestrictedUnpickler", "checked_key", "shown"]
 
 _SHOWN = 80  # characters of something from a file in an error
 _MOST_KEY_PARTS = 1000
@@ -37,10 +38,6 @@ _OPCODES = (
     + pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.NEWOBJ + pickle.BUILD + pickle.BINPERSID
     + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE + pickle.BINGET + pickle.LONG_BINGET
 )  # fmt: skip
-
-
-class RefusedError(Exception):
-    """Something that does not belong into such a file."""
 
 
 class PickledObject:
@@ -81,22 +78,22 @@ class RestrictedUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name in the pickle."""
         if (module, name) not in self._names:
-            raise RefusedError(f"refers to {module[:_SHOWN]}.{name[:_SHOWN]}, which is not allowed")
+            raise UnpicklingError(f"refers to {module[:_SHOWN]}.{name[:_SHOWN]}, which is not allowed")
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the stand-in for data outside of the pickle."""
         if self._storage is None:
-            raise RefusedError("refers to external data")
+            raise UnpicklingError("refers to external data")
         return self._storage(pid)
 
     def _refuse_operation(self) -> NoReturn:
-        raise RefusedError("has an operation that is not allowed")
+        raise UnpicklingError("has an operation that is not allowed")
 
     def _call(self) -> None:
         args, function = self.stack.pop(), self.stack[-1]
         if id(function) not in self._functions or type(args) is not tuple:
-            raise RefusedError(f"calls an object of type {type(function).__name__}")
+            raise UnpicklingError(f"calls an object of type {type(function).__name__}")
         self._spend(args)
         self.stack[-1] = function(*args)
 
@@ -105,7 +102,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         if isinstance(target, PickledObject):
             target.state = state
         elif self._restore is None:
-            raise RefusedError(f"restores the state of an object of type {type(target).__name__}")
+            raise UnpicklingError(f"restores the state of an object of type {type(target).__name__}")
         else:
             self._spend(state)
             self._restore(target, state)
@@ -115,18 +112,18 @@ class RestrictedUnpickler(pickle._Unpickler):
         if isinstance(args, tuple):
             self._left -= sum(len(each) for each in args if isinstance(each, _COPIED))
         if self._left < 0:
-            raise RefusedError("copies more than the file has")
+            raise UnpicklingError("copies more than the file has")
 
     def _append_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise RefusedError(f"appends to an object of type {type(target).__name__}")
+            raise UnpicklingError(f"appends to an object of type {type(target).__name__}")
         target.extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict, Counter):
-            raise RefusedError(f"sets items of an object of type {type(target).__name__}")
+            raise UnpicklingError(f"sets items of an object of type {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[checked_key(key)] = value
 
@@ -152,14 +149,14 @@ def checked_key(key: Any) -> Any:
     """Return something that is to be hashed; a deep tuple would crash the process, a wide one take forever.
 
     Raises:
-        RefusedError: If it is not small.
+        UnpicklingError: If it is not small.
     """
     parts = [key]
     for part in parts:  # to which those of tuples are added
         if isinstance(part, tuple):
             parts.extend(part[:_MOST_KEY_PARTS])
         if not isinstance(part, (*_KEYS, PickledObject)) or len(parts) > _MOST_KEY_PARTS:
-            raise RefusedError(f"a key of type {type(key).__name__}, or too large for one")
+            raise UnpicklingError(f"a key of type {type(key).__name__}, or too large for one")
     return key
 
 

@@ -10,13 +10,14 @@ import contextlib
 import operator
 import re
 from collections.abc import Iterator
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import ITEM_SIZES, MOST_DIMS, FileEntry, FilePlace, Index, TensorEntry, table_of
-from fullshard.checkpoint.format.pickles import PickledObject, RefusedError, RestrictedUnpickler, shown
+from fullshard.checkpoint.format.pickles import PickledObject, RestrictedUnpickler, shown
 from fullshard.checkpoint.format.values import first_line, read_saved
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
@@ -88,7 +89,7 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
         )
     except CheckpointError:
         raise
-    except RefusedError as error:
+    except UnpicklingError as error:
         raise CheckpointError(
             f"{where}: {error}; no code in it was run. The file is corrupted, or was not written by "
             "torch.distributed.checkpoint's FileSystemWriter: use another checkpoint"
@@ -117,13 +118,13 @@ def _stored(storage_data: Any) -> _Stored:
         key, offset, place = index.state["fqn"], index.state.get("offset"), info.state
         with _refused_with(key):
             if not isinstance(key, str):  # others must not be hashed
-                raise RefusedError("found no key")
+                raise UnpicklingError("found no key")
             name = place["relative_path"]
             # A plain name: torch's writer has no subfolders.
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+", name) or name in (".", ".."):
-                raise RefusedError(f"found file {shown(name)!r}, which is outside of the folder")
+                raise UnpicklingError(f"found file {shown(name)!r}, which is outside of the folder")
             if place.get("transform_descriptors"):
-                raise RefusedError("stored with an extension that only torch's own reader supports")
+                raise UnpicklingError("stored with an extension that only torch's own reader supports")
             at = None if offset is None else _numbers(offset)
             stored[key, at] = FilePlace(name, operator.index(place["offset"]), operator.index(place["length"]))
     return stored
@@ -138,14 +139,14 @@ def _contents(
     for key, entry in state_dict_metadata.items():
         with _refused_with(key):
             if not isinstance(key, str):
-                raise RefusedError("found no key")
+                raise UnpicklingError("found no key")
             if type(entry).__name__ == "BytesStorageMetadata":
                 places[key, None] = stored[key, None]
                 continue
             fields = entry.state
             dtype = fields["properties"].state[0]
             if type(dtype) is not str:  # nested tuples take exponential time to compare or to print
-                raise RefusedError(f"dtype {shown(dtype)}")
+                raise UnpicklingError(f"dtype {shown(dtype)}")
             tensors[key] = TensorEntry(dtype, _numbers(fields["size"]))
             for chunk in fields["chunks"]:
                 region = Region(_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
@@ -159,10 +160,10 @@ def _refused_with(key: Any) -> Iterator[None]:
     """Name the key in errors of the block, which may be any: nothing in the pickle has to be what it should be."""
     try:
         yield
-    except RefusedError as error:
-        raise RefusedError(f"{shown(key)}: {error}") from error
+    except UnpicklingError as error:
+        raise UnpicklingError(f"{shown(key)}: {error}") from error
     except Exception as error:
-        raise RefusedError(f"{shown(key)}: {shown(str(error))} ({type(error).__name__})") from error
+        raise UnpicklingError(f"{shown(key)}: {shown(str(error))} ({type(error).__name__})") from error
 
 
 def _numbers(found: Any) -> tuple[int, ...]:

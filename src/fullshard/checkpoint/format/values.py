@@ -16,13 +16,14 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fullshard.checkpoint.format.index import ITEM_SIZES
-from fullshard.checkpoint.format.pickles import PickledObject, RefusedError, RestrictedUnpickler, checked_key, shown
+from fullshard.checkpoint.format.pickles import PickledObject, RestrictedUnpickler, checked_key, shown
 from fullshard.errors import CheckpointError
 from fullshard.messages import clipped
 
@@ -96,7 +97,7 @@ def from_bytes(key: str, data: bytes) -> Any:
 
 def first_line(error: Exception) -> str:
     """Return an error about a file in short words."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, UnpicklingError):
         return clipped(str(error))
     return clipped(f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -110,16 +111,16 @@ def read_saved(data: bytes) -> Any:
     records = _records(data)
     order = bytes(records.get("byteorder", b""))
     if order not in (b"", sys.byteorder.encode()):
-        raise RefusedError(f"it was written on a machine with the byte order {shown(order.decode('latin1'))}")
+        raise UnpicklingError(f"it was written on a machine with the byte order {shown(order.decode('latin1'))}")
     program = bytes(records["data.pkl"])
 
     def storage(pid: Any) -> _SavedStorage:
         what, dtype, key, _, numel = pid
         if what != "storage" or type(key) is not str or type(numel) is not int or not isinstance(dtype, torch.dtype):
-            raise RefusedError("refers to external data that is no storage")
+            raise UnpicklingError("refers to external data that is no storage")
         record = records[f"data/{key}"]
         if len(record) != numel * dtype.itemsize:
-            raise RefusedError(f"a storage of {numel} elements of {dtype} in {len(record)} bytes")
+            raise UnpicklingError(f"a storage of {numel} elements of {dtype} in {len(record)} bytes")
         if key not in storages:
             storages[key] = torch.frombuffer(bytearray(record), dtype=torch.uint8) if record else torch.empty(0).byte()
         return _SavedStorage(storages[key], dtype)
@@ -127,7 +128,7 @@ def read_saved(data: bytes) -> Any:
     storages: dict[str, torch.Tensor] = {}
     value = RestrictedUnpickler(program, _names(), storage=storage, restore=_restore).load()
     if _measure(value, {}, 0)[0] > max(_MOST_PARTS, len(program)):
-        raise RefusedError(f"it stands for more than {_MOST_PARTS} parts")
+        raise UnpicklingError(f"it stands for more than {_MOST_PARTS} parts")
     return value
 
 
@@ -139,18 +140,18 @@ def _records(data: bytes) -> Mapping[str, memoryview]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size for entry in entries):
-        raise RefusedError("compressed records")
+        raise UnpicklingError("compressed records")
     if sum(entry.file_size for entry in entries) > len(data):
-        raise RefusedError("records that overlap")
+        raise UnpicklingError("records that overlap")
     records: dict[str, memoryview] = {}
     for entry in entries:
         head = data[max(entry.header_offset, 0) :][:30]
         magic, name, more = struct.unpack("<4s22xHH", head)
         record = memoryview(data)[entry.header_offset + 30 + name + more :][: entry.file_size]
         if magic != b"PK\3\4" or len(record) != entry.file_size:
-            raise RefusedError(f"a record of {len(record)} bytes, expected {entry.file_size}")
+            raise UnpicklingError(f"a record of {len(record)} bytes, expected {entry.file_size}")
         if entry.CRC and zlib.crc32(record) != entry.CRC:  # 0: torch.serialization.set_crc32_options(False)
-            raise RefusedError(f"CRC mismatch in record {shown(entry.filename)}")
+            raise UnpicklingError(f"CRC mismatch in record {shown(entry.filename)}")
         records[entry.filename.partition("/")[2]] = record
     return records
 
@@ -199,7 +200,7 @@ def _names() -> dict[tuple[str, str], Any]:
 
 def _exact(found: Any, kind: type) -> Any:
     if type(found) is not kind:
-        raise RefusedError(f"found a {type(found).__name__}, expected {kind.__name__}")
+        raise UnpicklingError(f"found a {type(found).__name__}, expected {kind.__name__}")
     return found
 
 
@@ -207,13 +208,13 @@ def _integers(found: Any) -> tuple[int, ...]:
     """Return a tuple of integers that are not negative."""
     numbers = tuple(found) if isinstance(found, tuple) else _exact(found, tuple)
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise RefusedError("found something else than integers, none below 0")
+        raise UnpicklingError("found something else than integers, none below 0")
     return numbers
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
     if encoding != "latin1":
-        raise RefusedError("bytes in another encoding than latin1")
+        raise UnpicklingError("bytes in another encoding than latin1")
     return bytes(_exact(text, str).encode(encoding))
 
 
@@ -251,9 +252,9 @@ def _tensor(
     (offset,), size, stride = _integers((offset,)), _integers(size), _integers(stride)
     numel, last = math.prod(size), offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if numel > len(flat) or (numel and last >= len(flat)):
-        raise RefusedError(f"a tensor of {numel} elements, the last one at {last}, in a storage of {len(flat)}")
+        raise UnpicklingError(f"a tensor of {numel} elements, the last one at {last}, in a storage of {len(flat)}")
     if more:
-        raise RefusedError("a tensor that is conjugated or negated lazily, which only torch's own reader supports")
+        raise UnpicklingError("a tensor that is conjugated or negated lazily, which only torch's own reader supports")
     tensor = flat.as_strided(size, stride, offset) if numel else flat.new_empty(size)
     return tensor.requires_grad_(requires_grad is True)
 
@@ -267,7 +268,7 @@ def _numpy_dtype(found: Any) -> np.dtype[Any]:
     name, state = _exact(_exact(found, _Dtype).args[0], str), _exact(found.state, tuple)
     plain = type(state[1]) is str and state[1] in "<>|=" and state[2:5] == (None, None, None)
     if not plain or not _NUMPY_DTYPE.fullmatch(name):
-        raise RefusedError(f"numpy arrays of dtype {shown(name)}, expected numbers, text or times")
+        raise UnpicklingError(f"numpy arrays of dtype {shown(name)}, expected numbers, text or times")
     if name[0] in "mM":
         unit, count = state[8][1][:2]
         name += f"[{_exact(count, int)}{_exact(unit, bytes).decode()}]"
@@ -277,7 +278,7 @@ def _numpy_dtype(found: Any) -> np.dtype[Any]:
 
 def _check_elements(dtype: np.dtype[Any], count: int, data: Any) -> None:
     if len(_exact(data, bytes)) != count * dtype.itemsize:
-        raise RefusedError(f"{len(data)} bytes for {count} elements of {dtype}")
+        raise UnpicklingError(f"{len(data)} bytes for {count} elements of {dtype}")
     if dtype.kind == "U":  # numpy prints no others
         data.decode("utf-32-le" if dtype.newbyteorder("<") == dtype else "utf-32-be", "surrogatepass")
 
@@ -303,21 +304,21 @@ def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple
     """Return the number of parts that a value has when printed, and how deep it is.
 
     Raises:
-        RefusedError: If it is too deep, contains itself, or has parts that are not data.
+        UnpicklingError: If it is too deep, contains itself, or has parts that are not data.
     """
     if type(value) in _LEAVES or isinstance(value, np.generic):
         return 1, 0
     if id(value) not in known:
         if depth > _MOST_DEPTH:
-            raise RefusedError(f"it is nested more than {_MOST_DEPTH} deep")
+            raise UnpicklingError(f"it is nested more than {_MOST_DEPTH} deep")
         if type(value) in (dict, OrderedDict, Counter):
             parts = [*value, *value.values(), *getattr(value, "__dict__", {}).values()]
         elif type(value) in (list, tuple, set):
             parts = list(value)
         else:
-            raise RefusedError(f"found a {type(value).__name__}, which is not data")
+            raise UnpicklingError(f"found a {type(value).__name__}, which is not data")
         measured = [_measure(part, known, depth + 1) for part in parts]
         known[id(value)] = 1 + sum(count for count, _ in measured), 1 + max((deep for _, deep in measured), default=0)
     if depth + known[id(value)][1] > _MOST_DEPTH:
-        raise RefusedError(f"it is nested more than {_MOST_DEPTH} deep")
+        raise UnpicklingError(f"it is nested more than {_MOST_DEPTH} deep")
     return known[id(value)]
