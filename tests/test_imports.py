@@ -28,7 +28,7 @@ LAYERS = [
     {"engine"},
     {"ranks"},
     {"layout", "comm", "memory", "profiling", "progress", "allocator", "policy"},
-    {"errors", "version"},
+    {"errors", "messages", "version"},
 ]
 # The parts of the lowest layer are independent, but for this.
 BOTTOM = {
@@ -40,9 +40,10 @@ BOTTOM = {
     "profiling": {"progress"},
     "policy": {"errors"},
     "errors": set(),
+    "messages": set(),
     "version": set(),
 }
-PURE = {"layout", "errors", "version"}  # nothing but the standard library: no torch
+PURE = {"layout", "errors", "messages", "version"}  # nothing but the standard library: no torch
 
 BANNED = (
     "torch.distributed.fsdp",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,14 +28,23 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from fullshard import FullshardError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, memory, replicate
+import fullshard
+from fullshard import (
+    FullshardError,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    memory,
+    replicate,
+    unsharded,
+)
 from fullshard.cli import app
 from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
-from fullshard.ranks.verdict import GroupReport, Report, judge
+from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, judge
 from fullshard.train.stop import StopRequest
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
@@ -148,6 +160,17 @@ def prepare(scenario: str, net: Net, blocks: list[Any]) -> None:
         blocks[1].before = lambda: time.sleep(4 * STUCK_S)
     elif scenario == "other collective":
         dist.all_reduce(torch.ones(1))
+    elif scenario == "waits for another":
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+    elif scenario == "full tensor":
+        next(net.parameters()).full_tensor()
+    elif scenario == "destroys":
+        try:
+            raise ValueError("a bad record")
+        finally:
+            dist.destroy_process_group()
+            time.sleep(4 * STUCK_S)
 
 
 # What the error says. In a first forward, the wrapper says it in words of its own.
@@ -160,21 +183,33 @@ SCENARIOS = {
     ],
     "skipped": ["position 3 (from 0): 'blocks.2' on ranks 0, 1, 3; 'blocks.3' on rank 2", "step 1, microbatch 0"],
     "not in the loss": ["of 'blocks.1' (step 1, microbatch 0) on ranks 0, 1, 3", "waits for a collective in the"],
-    "fewer microbatches": ["has ended (without an exception)", "on rank 2", "waits for a collective in the forward of"],
-    "fewer steps": ["has ended (without an exception)", "on rank 2", "waits for a collective in the forward of"],
+    "fewer microbatches": [
+        "has ended (without an exception that is known)",
+        "on rank 2",
+        "waits for a collective in the forward of",
+    ],
+    "fewer steps": [
+        "has ended (without an exception that is known)",
+        "on rank 2",
+        "waits for a collective in the forward of",
+    ],
     "forward raises": ["forward of 'blocks.1': ValueError: a bad batch", "step 1, microbatch 0) on rank 2"],
     "backward raises": ["raised an exception (backward)", "step 1, microbatch 0) on rank 2"],
     "raises between": [
         "has ended (ValueError: a bad batch)",
         "user code after the forward (step 1, microbatch 0) on rank 2",
     ],
-    "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "does not answer"],
-    "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "does not answer"],
+    "killed": ["rank 2 is lost", "in the forward of 'blocks.", "(step 1, microbatch 0)", "its process is gone"],
+    "stopped": ["rank 2 is lost", "waits for a collective in the forward of", "its process is stopped"],
     "other collective": [
+        "ranks 0-3 wait for each other",
         "waits in all_reduce, called at test_watchdog.py:",
         "user code after the optimizer step",
         "on rank 2",
     ],
+    "waits for another": ["waits in all_reduce, called at test_watchdog.py:", "on rank 2"],
+    "full tensor": ["waits in all_gather in full_tensor, called at test_watchdog.py:", "on rank 2"],
+    "destroys": ["has ended (ValueError: a bad record)", "on rank 2"],
 }
 # The front ends differ in who catches what a forward or a backward raises, and the wrapper compares the first order.
 OF_BOTH = ("first order", "order", "forward raises", "backward raises", "killed")
@@ -278,7 +313,7 @@ def test_ranks_that_are_out_of_step(ranks: RankPool, odd: str, kind: str) -> Non
     told = ranks(4, train_out_of_step, odd, kind, fresh=True)
     assert len(set(told)) == 1
     where = r"of the root \(step \d+, microbatch \d+\), after \d+ steps of an optimizer, on rank"
-    assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\. Now: ", told[0]), told[0]
+    assert re.search(rf"in different optimizer steps, .* {where}s 0, 1, 3; .* {where} 2\nNow:\n", told[0]), told[0]
 
 
 def train_cut_differently(rank: Rank, how: str) -> str:
@@ -294,6 +329,7 @@ def train_cut_differently(rank: Rank, how: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_has_server", lambda store: True)
         patch.setattr(watchdog, "_POLL_S", 0.1)
+        patch.setattr(watchdog.Watchdog, "compare_units", lambda *_: None)  # as if they changed after the first forward
         net = Net()
         if odd and how == "order":
             net.blocks = nn.ModuleDict({str(index): net.blocks[index] for index in (1, 0, 2, 3)})
@@ -325,11 +361,11 @@ def test_strides_that_mean_nothing_are_not_compared(rank: Rank) -> None:
 
 
 CUTS = {
-    "dim": r"blocks.0.linear.weight \(16, 16\) .* dim 0, packed on ranks 0, 1, 3; .* dim 1, packed on rank 2\. Now: ",
-    "granularity": r"blocks.0.linear.bias .* of 272 elements on ranks 0, 1, 3; .* elements on rank 2\. Now: ",
-    "order": r"blocks.0.linear.weight .* on ranks 0, 1, 3; blocks.1.linear.weight .* on rank 2\. Now: ",
-    "strides": r"blocks.0.linear.weight .* \(16, 1\).* on ranks 0, 1, 3; .* \(1, 16\).* on rank 2\. Now: ",
-    "dtype": r".*sent in torch.bfloat16 .* on ranks 0, 1, 3; .*sent in torch.float16 .* on rank 2\. Now: ",
+    "dim": r"blocks.0.linear.weight \(16, 16\) .* dim 0, packed on ranks 0, 1, 3; .* dim 1, packed on rank 2\nNow:\n",
+    "granularity": r"blocks.0.linear.bias .* of 272 elements on ranks 0, 1, 3; .* elements on rank 2\nNow:\n",
+    "order": r"blocks.0.linear.weight .* on ranks 0, 1, 3; blocks.1.linear.weight .* on rank 2\nNow:\n",
+    "strides": r"blocks.0.linear.weight .* \(16, 1\).* on ranks 0, 1, 3; .* \(1, 16\).* on rank 2\nNow:\n",
+    "dtype": r".*sent in torch.bfloat16 .* on ranks 0, 1, 3; .*sent in torch.float16 .* on rank 2\nNow:\n",
 }
 
 
@@ -408,6 +444,91 @@ def test_a_second_process_group_is_watched(ranks: RankPool, tmp_path: Path) -> N
     """Its collectives are known, though they are of units that were made before the first forward."""
     told = ranks(4, train_after_another_group, str(tmp_path), fresh=True, expect_failure=True)
     assert all(outcome.kind == "returned" and "launch different collectives" in outcome.value for outcome in told), told
+
+
+def train_with_other_parameters(rank: Rank, front_end: str, how: str) -> str:
+    os.environ[watchdog.TIMEOUT_VARIABLE] = str(STUCK_S)
+    torch.manual_seed(0)
+    net = Net()
+    if rank.rank == ODD and how == "frozen":
+        net.blocks[1].linear.bias.requires_grad_(False)
+    elif rank.rank == ODD:
+        net.blocks[1].linear.to(torch.bfloat16)
+    shard = fully_shard if front_end == "composable" else FullyShardedDataParallel
+    try:
+        step_of(shard(net))
+    except FullshardError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("front_end", "how"), [("composable", "frozen"), ("wrapper", "dtype")])
+def test_parameters_that_differ(ranks: RankPool, front_end: str, how: str) -> None:
+    """They are compared before the first launch: no rank communicates, and all say which parameter it is."""
+    told = ranks(4, train_with_other_parameters, front_end, how, fresh=True)
+    for text in told:
+        assert "ranks have sharded different parameters: the root has " in text, told
+        assert "on rank 2" in text or f"on rank {told.index(text)}" in text, told
+    if how == "frozen":
+        assert "trained blocks.1.linear.bias (16,)" in told[ODD] and "frozen blocks.1.linear.bias" in told[ODD]
+
+
+def run_two_models(rank: Rank) -> str:
+    """Two models of one class, in another order on one rank in one step: messages match by their sizes."""
+    written: list[str] = []
+    logging.getLogger(watchdog.__name__).addFilter(lambda record: written.append(record.getMessage()) is None)
+    models = [fully_shard(Net()), fully_shard(Net())]
+    for step in range(4):
+        for model in models[::-1] if step == 2 and rank.rank == 1 else models:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+    PROGRESS.watchdog._exit()
+    return "\n".join(written)
+
+
+def test_two_models_in_another_order(ranks: RankPool) -> None:
+    """It is said when processes end, as no rank was ever stuck."""
+    told = "".join(ranks(2, run_two_models, fresh=True))
+    assert "the results of this run are wrong" in told
+    assert "the root of model 1 (step 0, microbatch 2) on rank 0; " in told
+    assert "the root of model 2 (step 0, microbatch 2) on rank 1" in told
+
+
+def save_without_one(rank: Rank, path: str) -> str:
+    model = fully_shard(Net())
+    step_of(model)
+    if rank.rank == ODD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    since = time.monotonic()
+    try:
+        fullshard.checkpoint.save(path, model)
+    except FullshardError as error:
+        return f"{time.monotonic() - since:.1f} {error}"
+    return "saved"
+
+
+def test_a_save_whose_rank_is_killed(ranks: RankPool, tmp_path: Path) -> None:
+    """The others do not wait for it until they time out."""
+    outcomes = ranks(3, save_without_one, str(tmp_path / "saved"), fresh=True, expect_failure=True)
+    for outcome in outcomes[:ODD]:
+        seconds, error = outcome.value.split(" ", 1)
+        assert float(seconds) < 15 and "its process is gone" in error and "on rank 2" in error, error
+
+
+@on_ranks(2)
+def test_a_store_that_does_not_answer(rank: Rank) -> None:
+    """A rank that is stuck says so; after long, it ends its wait."""
+    written: list[str] = []
+    logging.getLogger(watchdog.__name__).addFilter(lambda record: written.append(record.getMessage()) is None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_QUIET_S", 0.1)
+        found = watchdog.Watchdog(dist.group.WORLD, 0.1, 1.0)
+        patch.setattr(found, "_poll_s", 0.05)
+        patch.setattr(found, "_since_stuck", lambda: 0.0)
+        patch.setattr(found, "_fail", lambda message: written.append(message))
+        found._watch_store()
+    assert "waits for collectives, and the store of the process groups has not answered for" in written[0]
+    assert written[-1].startswith("the watchdog ended this run") and "rank 0 or the launcher" in written[-1]
 
 
 # -------------------------------------------------------------------- correct programs
@@ -533,6 +654,77 @@ def held_lock(rank: Rank, shard: Any) -> None:
     step_of(model)
 
 
+JOIN = """
+import datetime, sys, time, torch, torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+def join(store, rank):  # as OpenRLHF and verl do
+    store, limit = PrefixStore("sync", store), datetime.timedelta(seconds=60)
+    group, _ = _new_process_group_helper(2, rank, [], "gloo", store, group_name="sync", timeout=limit)
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+"""
+ENGINE = f"""{JOIN}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = join(dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False), 1)
+time.sleep(4)
+dist.broadcast(torch.zeros(4), 0, group=group)
+"""
+
+
+def weights_to_an_engine(rank: Rank, shard: Any) -> None:
+    """A rank sends weights to a process outside of the world, which takes its time; ranks 0 and 1 of their group."""
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(store.port)])
+        names: dict[str, Any] = {}
+        exec(JOIN, names)
+        group = names["join"](store, 0)
+        dist.broadcast(torch.ones(4), 0, group=group)
+        assert engine.wait() == 0
+    step_of(model)
+
+
+def exception_in_an_evaluation(rank: Rank, shard: Any) -> None:
+    """One rank evaluates alone, skips a sample that raises, and takes its time."""
+    net = Net()
+    model = shard(net)
+    step_of(model)
+    with unsharded(model):
+        if rank.rank == 0:
+            net.blocks[1].before = fail
+            with torch.no_grad(), contextlib.suppress(ValueError):
+                model(torch.ones(2, WIDTH))
+            net.blocks[1].before = None
+    time.sleep(4 if rank.rank == 0 else 0)
+    step_of(model)
+
+
+def stopped_for_a_while(rank: Rank, shard: Any) -> None:
+    """A process is stopped, as by a debugger or a scheduler, and goes on."""
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step_of(model)
+
+
+def another_thread_trains(rank: Rank, shard: Any) -> None:
+    """On one rank two threads train; its watchdog ends, and others wait for it."""
+    groups = [dist.new_group([each]) for each in range(4)]
+    model = shard(Net())
+    step_of(model)
+    if rank.rank == 1:
+        mesh = DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("alone",))
+        other = threading.Thread(target=lambda: step_of(fully_shard(Net(), mesh=mesh)))
+        other.start()
+        other.join()
+        time.sleep(4)
+    step_of(model)
+
+
 CORRECT = [
     late_start,
     alone_in_evaluation,
@@ -543,11 +735,15 @@ CORRECT = [
     destroyed_group,
     slow_link,
     held_lock,
+    weights_to_an_engine,
+    exception_in_an_evaluation,
+    stopped_for_a_while,
+    another_thread_trains,
 ]
 
 
 def run_correct(rank: Rank, name: str, front_end: str) -> str:
-    os.environ[watchdog.TIMEOUT_VARIABLE], os.environ[watchdog.LOST_VARIABLE] = "0.5", "2"
+    os.environ[watchdog.TIMEOUT_VARIABLE] = "0.5"
     torch.manual_seed(0)
     shard = fully_shard if front_end == "composable" else partial(FullyShardedDataParallel, use_orig_params=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -568,10 +764,26 @@ def test_a_correct_program_is_not_ended(ranks: RankPool, program: Any) -> None:
 # -------------------------------------------------------------------- reasons
 
 
-def report(state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, **further: Any) -> Report:
+CALL = "all_reduce, called at train.py:3"
+
+
+def report(
+    state: str, count: int, *, units: tuple[str, ...] = ("a", "b"), step: int = 0, began: int = 0, **further: Any
+) -> Report:
     """A rank that has launched all-gathers of ``units`` in turns."""
     launches = [Launch("all_gather", (units[number % len(units)],), step, 0, step) for number in range(count)]
-    return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches)}, **further)
+    return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches, began)}, **further)
+
+
+def calls(launches: int, own: int = 0) -> dict[str, Collectives]:
+    """The collectives of a group: launches, then ones of the user's."""
+    return {"0": Collectives([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
+
+
+def foreign(launches: int, collectives: dict[str, Collectives]) -> Report:
+    """A rank that waits in the last collective of its group."""
+    at = ("0", collectives["0"].last)
+    return report("runs", launches, foreign=CALL, foreign_at=at, collectives=collectives)
 
 
 def test_reasons() -> None:
@@ -579,41 +791,45 @@ def test_reasons() -> None:
     waits = report("waits", 5, waits_for=("0", 4))
     kinds = {
         "differ": {0: waits, 1: waits, 2: report("waits", 5, units=("a", "c"))},
-        "raised": {0: waits, 1: waits, 2: report("raised", 4, error="an error", forwards=1)},
+        "raised": {0: waits, 1: waits, 2: report("raised", 4, error="an error")},
         "exited": {0: waits, 1: waits, 2: report("exited", 4)},
         "slow": {0: waits, 1: waits, 2: report("runs", 4)},
         "broken": {0: waits, 1: waits, 2: report("broken", 5, error="closed")},
-        "deadlock": {0: waits, 1: waits, 2: report("runs", 4, foreign="all_reduce, called at train.py:3")},
+        "deadlock": {**dict.fromkeys((0, 1), replace(waits, collectives=calls(5))), 2: foreign(4, calls(5, 1))},
+        "calls": {**dict.fromkeys((0, 1), replace(waits, collectives=calls(5))), 2: foreign(4, calls(4, 1))},
     }
     for kind, reports in kinds.items():
-        verdict = judge(reports, {}, world_size=3)
+        verdict = judge(reports, {})
         assert verdict is not None and verdict.kind == kind
         assert verdict.is_final == (kind != "slow")
-    assert judge({0: waits, 1: waits}, {2: "the forward"}, world_size=3).kind == "lost"  # type: ignore[union-attr]
-    assert judge({0: waits, 1: waits}, {}, [2], world_size=3) is None  # it may answer yet
-    assert judge({0: waits, 1: waits, 2: waits}, {}, world_size=3) is None  # the network is slow
-    assert judge({0: report("runs", 5), 1: report("runs", 7)}, {}, world_size=2) is None
+    assert judge({0: waits, 1: waits}, {2: "the forward"}).kind == "lost"  # type: ignore[union-attr]
+    assert judge({0: waits, 1: waits}, {}, [2]) is None  # it may answer yet
+    assert judge({0: waits, 1: waits, 2: waits}, {}) is None  # the network is slow
+    assert judge({0: report("runs", 5), 1: report("runs", 7)}, {}) is None
     ahead = report("waits", 7, waits_for=("0", 6))
-    assert judge({0: waits, 1: ahead, 2: ahead}, {}, world_size=3) is None  # a slow link
-    foreign = report("runs", 5, foreign="all_reduce, called at train.py:3")
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3) is None  # it has issued what they wait for
-    foreign = report("runs", 4, foreign="all_reduce, called at train.py:3")
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=3).kind == "deadlock"  # type: ignore[union-attr]
-    assert judge({0: waits, 1: waits, 2: foreign}, {}, world_size=4).kind == "slow"  # type: ignore[union-attr]
-    assert judge({0: foreign, 1: foreign}, {}, world_size=2, mismatch="differ") is None
+    assert judge({0: waits, 1: ahead, 2: ahead}, {}) is None  # a slow link
+    others = dict.fromkeys((0, 1), replace(waits, collectives=calls(5)))
+    assert judge({**others, 2: foreign(5, calls(5, 1))}, {}).kind == "slow"  # type: ignore[union-attr]  # it has issued what they wait for
+    elsewhere = replace(foreign(4, calls(5)), foreign_at=None)  # in a group with an engine that is not in the world
+    assert judge({**others, 2: elsewhere}, {}).kind == "slow"  # type: ignore[union-attr]
+    unlike = foreign(4, {"0": Collectives([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
+    assert judge({**others, 2: unlike}, {}).kind == "slow"  # type: ignore[union-attr]
+    assert judge({0: unlike, 1: unlike}, {}, mismatch="differ") is None
+    first = report("raised", 4, error="an error", began=4)  # it has launched nothing in the forward that it has left
+    assert judge({0: waits, 1: waits, 2: first}, {}).kind == "slow"  # type: ignore[union-attr]
     other = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (7,))])})
     usual = replace(waits, groups={"0": GroupReport([0, 1, 2], 0, [Launch("all_gather", ("a",), 0, 0, 0, (8,))])})
-    verdict = judge({0: usual, 1: other, 2: usual}, {}, world_size=3)
+    verdict = judge({0: usual, 1: other, 2: usual}, {})
     assert verdict is not None and (verdict.kind, verdict.culprits) == ("differ", [1])
-    assert "mix up elements of parameters: those of 'a'. Now: " in verdict.message
+    assert "mix up elements of parameters: those of 'a'\nNow:\n" in verdict.message
     told = {0: replace(usual, layouts={"8": "w, along dim 0\nb"}), 1: replace(other, layouts={"7": "w, along dim 0"})}
-    verdict = judge(told, {}, world_size=3)
-    assert verdict is not None and "'a' has b on rank 0; no more parameters on rank 1. Now: " in verdict.message
+    verdict = judge(told, {})
+    assert verdict is not None and "'a' has b on rank 0; no more parameters on rank 1\nNow:\n" in verdict.message
     behind = report("runs", 5, step=2)
-    verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, world_size=3, mismatch="out of step")
+    verdict = judge({0: report("runs", 7), 1: behind, 2: behind}, {}, mismatch="out of step")
     assert verdict is not None and (verdict.kind, verdict.culprits) == ("out of step", [0]) and verdict.is_final
-    assert judge({0: behind, 1: behind}, {}, world_size=2, mismatch="out of step") is None  # by what is still known
-    assert judge({0: report("runs", 7), 1: behind}, {}, world_size=2) is None
+    assert judge({0: behind, 1: behind}, {}, mismatch="out of step") is None  # by what is still known
+    assert judge({0: report("runs", 7), 1: behind}, {}) is None
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
@@ -628,7 +844,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
 def test_reports_survive_the_store() -> None:
     """As JSON, with lists for tuples."""
-    first = report("waits", 3, order=["", "a"], siblings=[7], waits_for=("0", 2))
+    first = report("waits", 3, order=["", "a"], processes=[(7, 8, "runs")], foreign_at=("0", 1), waits_for=("0", 2))
     assert Report.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 
@@ -639,11 +855,11 @@ def test_long_messages_show_where_launches_differ() -> None:
         rank: Report("waits", "a place", groups={"0": GroupReport([0, 1], 7, [Launch("all_gather", units, 1, 2)])})
         for rank, units in enumerate([(*common, "x", "y"), (*common, "y", *common)])
     }
-    verdict = judge(reports, {}, world_size=2)
+    verdict = judge(reports, {})
     assert verdict is not None
     assert (
         "collective 7 (from 0) of a process group is all-gather of ... 'x', 'y' (step 1, microbatch 2) on rank 0; "
-        "all-gather of ... 'y', 'blocks.0', 'blocks.1' and 48 more (step 1, microbatch 2) on rank 1."
+        "all-gather of ... 'y', 'blocks.0', 'blocks.1' and 48 more (step 1, microbatch 2) on rank 1\n"
     ) in verdict.message
 
 

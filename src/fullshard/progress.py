@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from fullshard.errors import FullshardError
 
@@ -24,7 +26,7 @@ LAUNCHES_KEPT = 256  # of each group
 EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
 
-_Launch = tuple[str, tuple[str, ...], int, int, int, tuple[int, ...]]
+_Launch = tuple[str, tuple[str, ...], int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class UnitName(str):
@@ -34,6 +36,15 @@ class UnitName(str):
     """
 
     layout: int = 0  # 0: not known
+    numbers: dict[
+        int, int
+    ]  # among the units of this name, in the order of their first launches, by ``LaunchLog.index``
+
+    def __new__(cls, name: str) -> UnitName:
+        """Return the name, of a unit that has launched nothing."""
+        made = super().__new__(cls, name)
+        made.numbers = {}
+        return made
 
 
 class Launch(NamedTuple):
@@ -47,6 +58,7 @@ class Launch(NamedTuple):
         group_steps: Optimizer steps before it of units that communicate in the group; of a root, other ranks may have
             others, as experts.
         layouts: How the parameters of the units lie in the messages, as keys of ``Progress.layouts``; 0: not known.
+        numbers: Which of the units of its name each is, as of two models of one class, from 0; 0 also if not known.
     """
 
     kind: str
@@ -55,6 +67,7 @@ class Launch(NamedTuple):
     microbatch: int
     group_steps: int = 0
     layouts: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class Event(NamedTuple):
@@ -86,32 +99,48 @@ class LaunchLog:
     """The launches of one process group, in their order, which has to be the same on all its ranks."""
 
     group: weakref.ref[Any]
+    name: str  # of the group
+    ranks: list[int]  # global ones of the group
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
+    began: int  # of them before the last outermost forward
     digest: int  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
     steps: int  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
     _stepped_at: int  # launches before the last step
     _recent: deque[_Launch]
-    _codes: dict[tuple[str, tuple[str, ...], tuple[int, ...]], bytes]
+    _named: Counter[str]  # units of a name that have launched
+    _codes: dict[tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]], bytes]
 
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
-        self._stepped_at = -1
+        self.name, self.ranks = (
+            str(group.group_name),
+            sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ())),
+        )
+        self.began, self._stepped_at = 0, -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
-        self._codes = {}
+        self._named, self._codes = Counter(), {}
 
     def add(self, kind: str, units: tuple[str, ...], step: int, microbatch: int) -> None:
         """Append a launch."""
-        layouts = tuple([unit.layout if isinstance(unit, UnitName) else 0 for unit in units])
-        code = self._codes.get((kind, units, layouts))
+        known = [(unit.layout, self._number_of(unit)) if isinstance(unit, UnitName) else (0, 0) for unit in units]
+        layouts, numbers = zip(*known, strict=True) if known else ((), ())
+        code = self._codes.get((kind, units, layouts, numbers))
         if code is None:
-            code = self._codes[kind, units, layouts] = repr((kind, units, layouts)).encode()
-        self._recent.append((kind, units, step, microbatch, self.steps, layouts))
+            code = self._codes[kind, units, layouts, numbers] = repr((kind, units, layouts, numbers)).encode()
+        self._recent.append((kind, units, step, microbatch, self.steps, layouts, numbers))
         self.digest = zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
             self.snapshots.append((self.count, self.digest, self.steps))
+
+    def _number_of(self, unit: UnitName) -> int:
+        number = unit.numbers.get(self.index)
+        if number is None:
+            number = unit.numbers[self.index] = self._named[unit]
+            self._named[unit] += 1
+        return number
 
     def stepped(self) -> None:
         """An optimizer has stepped a unit. Several without a launch in between, as of two optimizers, are one step."""
@@ -164,9 +193,8 @@ class Progress:
     traced: Callable[[tuple[float, int, int, str, str, int, int]], object] | None  # called with each; None: no trace
     launched: tuple[int, int]  # group and number of the last launch
     order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
-    forwards: int  # outermost ones that have begun
     layouts: dict[int, str]  # by their digest: one phrase for each parameter of a unit, a line each
-    raised: tuple[int, str] | None  # the exception that ended a forward or a backward, and which one
+    raised: str | None  # the exception that ended the last forward, or its backward
     threads: set[int]  # that train
     failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
     watchdog: Any  # knows why collectives fail; opaque here
@@ -183,14 +211,15 @@ class Progress:
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order, self.layouts = "user code", None, [], {}
         self.raised = self.failure = self.waiting = None
-        self.forwards, self.threads, self.ends = 0, set(), False
+        self.threads, self.ends = set(), False
 
     # ---------------------------------------------------------------- phases
 
     def begin_forward(self, steps: StepCount) -> None:
         """The outermost forward of a root begins, whose steps are counted by ``steps``."""
         self.steps, self.raised, self.order = steps, None, []
-        self.forwards += 1
+        for log in self.logs():
+            log.began = log.count
         self.threads.add(threading.get_ident())
         steps.begin_forward()
 
@@ -216,7 +245,7 @@ class Progress:
         if self.raised is None:
             error = sys.exc_info()[1]
             told = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
-            self.raised = self.forwards, told
+            self.raised = told
             self.note("raised", told)
 
     # ---------------------------------------------------------------- collectives

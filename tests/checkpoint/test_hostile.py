@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import io
 import json
 import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
+import tracemalloc
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +33,7 @@ from fullshard.checkpoint.format.data_file import CHECKSUMS, DataEntry, write_en
 from fullshard.checkpoint.format.index import BLOCK, INDEX_FILE, FileEntry
 from fullshard.checkpoint.format.index_json import checksum, from_json, to_json
 from fullshard.checkpoint.format.reader import open_reader
-from fullshard.checkpoint.format.torch_format import METADATA_FILE
+from fullshard.checkpoint.format.torch_format import METADATA_FILE, decode_shard
 from fullshard.checkpoint.tools.offline import open_checkpoint
 
 
@@ -201,6 +207,25 @@ def test_made_up_checksums(tmp_path: Path) -> None:
         save(path)
         made_up(path, lambda header: None, table=table)
         assert re.search(message, refused(path))
+
+
+def test_foreign_texts_are_shown_in_short(tmp_path: Path) -> None:
+    """Names of a million characters in an index, in a header or in `.metadata` make short errors."""
+    long = "k" * 10**6
+    write(tmp_path, {long: torch.ones(3), "extra.n": 1})
+    for damage in (
+        lambda: flip(data_of(tmp_path), place_of(tmp_path, long)),
+        lambda: os.truncate(data_of(tmp_path), 9),
+    ):
+        damage()
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path, {long: torch.ones(3)})
+        assert len(str(caught.value)) < 1000 + len(str(tmp_path))
+    index = from_json((tmp_path / INDEX_FILE).read_bytes(), "")
+    for field, wrong in (("aliases", {long: long}), ("values", {long: long}), ("files", {long: FileEntry(1)})):
+        with pytest.raises(CheckpointError) as caught:
+            replace(index, **{field: wrong})
+        assert len(str(caught.value)) < 1000
 
 
 # -------------------------------------------------------------------- torch's own format
@@ -426,3 +451,66 @@ def test_a_pickle_that_grows(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.b"].properties.dtype = nested
     write_torch(tmp_path, metadata)
     assert "dtype tuple" in refused(tmp_path)
+
+
+def test_hostile_pickles() -> None:
+    """Attacks on the unpickler, and random pickles, are refused or are plain data of no more bytes than their file.
+
+    In a process of its own, with limited memory, so that a crash fails the test. By hand: 10,000 random ones.
+    """
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "checkpoint.hostile_pickles", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_bit_of_torchs_files(tmp_path: Path) -> None:
+    """A file of torch.save with any bit flipped is refused, or is what it was, also where a record becomes a folder."""
+    wanted = torch.arange(3.0)
+    whole = torch_saved(wanted)
+    for position in range(len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[position] ^= 1 << bit
+            with contextlib.suppress(CheckpointError):
+                assert torch.equal(decode_shard("k", bytes(data), (3,), "float32"), wanted), (position, bit)
+
+
+def test_indexes_that_are_no_files(tmp_path: Path) -> None:
+    """Pipes, devices and folders in place of any file are refused before they are opened; links to files are read."""
+    save(tmp_path / "c")
+    save_torch(tmp_path / "t")
+    for folder, name in (("c", INDEX_FILE), ("c", _name(tmp_path / "c")), ("t", METADATA_FILE)):
+        file = tmp_path / folder / name
+        kept = file.rename(tmp_path / name)
+        os.mkfifo(tmp_path / f"{name}.pipe")
+        for target in (tmp_path / f"{name}.pipe", "/dev/zero", tmp_path):
+            file.symlink_to(target)
+            assert f"{file} " in refused(tmp_path / folder)
+            file.unlink()
+        file.symlink_to(kept)
+        assert read(tmp_path / folder, targets())["extra.n"] == 3
+
+
+def test_indexes_that_grow(tmp_path: Path) -> None:
+    """A few bytes that would take gigabytes, and files that are too large for an index, take no memory."""
+    save(tmp_path)
+    index = json.loads((tmp_path / INDEX_FILE).read_bytes())
+    rows = zlib.compress(bytes(8 * 3 * (1 << 21)))
+    index["shards"] = base64.b64encode(b"\3" + rows).decode()
+    lines = json.dumps(index, separators=(",", ":"))[1:].partition('"checksum":')[2].partition(",")[2]
+    first = f'{{"format": "fullshard checkpoint", "version": 2, "checksum": "{"0" * 16}",\n'
+    data = (first + lines).encode()
+    (tmp_path / INDEX_FILE).write_bytes(data.replace(b"0" * 16, checksum(data).hex().encode(), 1))
+    tracemalloc.start()
+    try:
+        assert "larger than 12582912 bytes" in refused(tmp_path)
+        os.truncate(tmp_path / INDEX_FILE, 1 << 40)
+        assert "expected an index of at most" in refused(tmp_path)
+        (tmp_path / INDEX_FILE).unlink()
+        (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04Nr\xff\xff\xff\x1f.")
+        assert METADATA_FILE in refused(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    finally:
+        tracemalloc.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -23,6 +24,7 @@ from compare import assert_equal as assert_equal_named
 from fullshard import CheckpointError
 from fullshard.checkpoint.format import files, host, writer
 from fullshard.checkpoint.format.data_file import CHECKSUMS
+from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.host import HostBlocks
 from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, INDEX_FILE, ITEM_SIZES
 from fullshard.checkpoint.format.reader import open_reader
@@ -241,11 +243,71 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a": numbered(2)})
     name = "data-0123456789ab-0.safetensors"
     monkeypatch.setattr(writer, "data_file", lambda save, rank: name)
+    monkeypatch.setattr(writer, "_ORPHAN_S", float("inf"))  # the device may be old
     (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=rf"{name} cannot be written: No space left"):
         write(tmp_path, {"a": numbered(1 << 20)})
     assert len(list(tmp_path.iterdir())) == 2
     assert_equal(read(tmp_path, {"a": torch.zeros(2)})["a"], numbered(2))
+
+
+def raising(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@on_ranks(2)
+def test_a_save_that_fails_on_one_rank_leaves_nothing(rank: Rank) -> None:
+    """Whichever step fails on whichever rank: all ranks remove what they wrote, and the checkpoint stays."""
+    folder = shared_folder(rank)
+    contents = {"a": distribute_tensor(numbered(4), rank.mesh, [Shard(0)])}
+    write(folder, contents)
+    dist.barrier()
+    before = {file.name for file in folder.iterdir()}
+    steps: list[tuple[Any, str, int]] = [(writer, "write_entries", 0), (writer, "write_entries", 1)]
+    steps += [(writer, "to_json", 0), (Folder, "sync", 1), (Folder, "replace", 0)]
+    for where, what, failing in steps:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank.rank == failing:
+                patch.setattr(where, what, raising)
+            with pytest.raises(CheckpointError, match="No space left"):
+                write(folder, contents)
+        dist.barrier()
+        there = {file.name for file in folder.iterdir()}
+        if what == "replace":  # which may have happened: the next save removes what this one has written
+            assert len(there - before) == 2
+        else:
+            assert there == before, what
+        dist.barrier()
+    write(folder, contents)
+    dist.barrier()
+    assert len(list(folder.iterdir())) == len(before)
+
+
+def test_a_save_that_fails_after_it_was_committed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the new index names is not removed, although the save raises."""
+    write(tmp_path, {"a": numbered(2)})
+    sync, index = Folder.sync, (tmp_path / INDEX_FILE).read_bytes()
+    monkeypatch.setattr(
+        Folder, "sync", lambda f: sync(f) if (tmp_path / INDEX_FILE).read_bytes() == index else raising()
+    )
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(tmp_path, {"a": numbered(3)})
+    assert_equal(read(tmp_path, {"a": torch.zeros(3)})["a"], numbered(3))
+
+
+def test_a_save_begins_by_removing_what_was_killed_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it fails itself; what is young may be of a save that runs, and what the index names is the checkpoint."""
+    write(tmp_path, {"a": numbered(2)})
+    kept = {file.name for file in tmp_path.iterdir()} | {"other.safetensors", "data-11aa11bb22cc-0.safetensors"}
+    old = {"data-00aa11bb22cc-0.safetensors", f"{INDEX_FILE}.00aa11bb22cc.tmp"}
+    for name in kept | old:
+        (tmp_path / name).touch()
+        if not name.startswith("data-11"):
+            os.utime(tmp_path / name, (0, 0))
+    monkeypatch.setattr(writer, "write_entries", raising)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(tmp_path, {"a": numbered(2)})
+    assert {file.name for file in tmp_path.iterdir()} == kept
 
 
 KILLED = '''

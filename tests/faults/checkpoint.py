@@ -93,8 +93,8 @@ FAULTS = [
     ),
     Fault(
         "checkpoint/format/writer.py",
-        "        if old or (_TEMPORARY.fullmatch(name) is not None):\n",
-        "        if old:\n",
+        " or _TEMPORARY.fullmatch(name)]\n",
+        "]\n",
         "Temporary files of killed saves fill the disk.",
         ("checkpoint/test_storage.py",),
     ),

@@ -18,15 +18,21 @@ S = TypeVar("S")
 
 
 class _Failure(NamedTuple):
-    """The text of an error, for other ranks: exceptions of storage libraries cannot always be pickled."""
+    """The text of an error, for other ranks: exceptions of storage libraries cannot always be pickled.
+
+    Args:
+        text: The text.
+        is_final: The decision has had no effect.
+    """
 
     text: str
+    is_final: bool = True
 
 
-def _failure(error: BaseException) -> _Failure:
+def _failure(error: BaseException, *, is_final: bool = True) -> _Failure:
     text = str(error) or type(error).__name__
     explained = isinstance(error, (CheckpointError, ValueError, TypeError))
-    return _Failure(text if explained else f"{type(error).__name__}: {text}")
+    return _Failure(text if explained else f"{type(error).__name__}: {text}", is_final)
 
 
 class Coordinator:
@@ -46,12 +52,22 @@ class Coordinator:
         self._group, self._what = group, what
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
-    def decide(self, make_value: Callable[[], T], decide_all: Callable[[list[T]], Sequence[S]]) -> S:
+    def decide(
+        self,
+        make_value: Callable[[], T],
+        decide_all: Callable[[list[T]], Sequence[S]],
+        *,
+        has_effect: Callable[[], bool] = lambda: False,
+        undo: Callable[[], None] = lambda: None,
+    ) -> S:
         """Send a value of every rank to the coordinator, and return what that decides for this rank. A collective.
 
         Args:
             make_value: Makes this rank's value. It must not call collectives.
             decide_all: Makes a value for each rank from the values of all, in rank order. Runs on the coordinator.
+            has_effect: Returns True if ``decide_all``, which has failed, may have taken effect.
+            undo: Undoes what ``make_value`` has done. Called if that fails, or another rank, or the decision without
+                effect; not if a collective fails, as the others may have decided. May be called twice.
 
         Raises:
             CheckpointError: On all ranks, with the error of each rank that failed.
@@ -62,6 +78,7 @@ class Coordinator:
             value = make_value()
         except BaseException as error:  # other ranks must not wait for one that was interrupted
             cause, value = error, _failure(error)
+            undo()
         try:
             found = self._gather(value)
         except CheckpointError:
@@ -74,8 +91,10 @@ class Coordinator:
             try:
                 decided = list(decide_all(found)) if not failures else [_Failure(self._report(failures))] * self.size
             except BaseException as error:
-                cause, decided = error, [_failure(error)] * self.size
+                cause, decided = error, [_failure(error, is_final=not has_effect())] * self.size
         mine = self._scatter(decided)
+        if isinstance(mine, _Failure) and mine.is_final:
+            undo()
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if isinstance(mine, _Failure):

@@ -41,6 +41,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.mesh import ShardMesh
@@ -60,6 +61,7 @@ from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event, input_on
 from fullshard.profiling import profiled
 from fullshard.progress import PROGRESS, LaunchLog, StepCount
+from fullshard.ranks.groups import data_parallel_groups
 from fullshard.ranks.watchdog import watch
 
 __all__ = ["Runtime", "each_runtime", "ensure_idle", "live_roots", "runtime_of", "take_parameters"]
@@ -699,6 +701,7 @@ class Runtime:
         check_owned(units)
         _check_materialized(units)
         watch()
+        _compare_units(units)
         runtime = cls(units)
         _roots.add(root)
         for unit in units:
@@ -765,6 +768,17 @@ def _check_materialized(units: list[Unit]) -> None:
             "these parameters are on the meta device and have no values: " + ", ".join(meta[:20]) + f"{more}; call "
             "model.to_empty(device=...) and initialize them, or load a state dict with assign=True"
         )
+
+
+def _compare_units(units: list[Unit]) -> None:
+    """Raise on all ranks of a group that have other parameters in their units, before they launch anything."""
+    of_groups: dict[dist.ProcessGroup, dict[str, str]] = {}
+    for unit in units if PROGRESS.watchdog is not None else ():
+        described = "\n".join(bucket.described(unit.name) for bucket in unit.buckets)
+        for group in data_parallel_groups(unit.mesh):
+            of_groups.setdefault(group, {})[unit.name] = described
+    for group, told in of_groups.items():
+        PROGRESS.watchdog.compare_units(group, told)
 
 
 def _is_within(inner: Unit, outer: Unit) -> bool:

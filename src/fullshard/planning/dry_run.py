@@ -52,7 +52,7 @@ _KINDS = {
     "optimizer step": "optimizer state",
 }
 # What the process notes of its own training, and a dry run leaves as it was.
-_OWN_PROGRESS = ["traced", "steps", "phase", "unit", "events", "launched", "order", "forwards", "raised", "waiting"]
+_OWN_PROGRESS = ["traced", "steps", "phase", "unit", "events", "launched", "order", "raised", "waiting"]
 _COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "pack_gradients")
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "raise_on_all",
     "raised_on_all",
     "resolve_group",
+    "values_of_ranks",
     "who_differs",
 ]
 
@@ -174,14 +175,19 @@ def list_differences(values: Mapping[int, Mapping[str, str]]) -> str:
     return ", ".join(different[:_MAX_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def list_values(values: Mapping[int, str]) -> str:
-    """Format the values of ranks, such as "'a' on ranks 0, 3-7; 'b' on rank 1"."""
+def values_of_ranks(values: Mapping[int, str], most: int = _MAX_PARTS_SHOWN) -> list[str]:
+    """Format each value with its ranks, as "'a' on ranks 0, 3-7": ``most`` of them, and how many more there are."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    parts = [f"{value} on {list_ranks(own)}" for value, own in itertools.islice(ranks.items(), _MAX_PARTS_SHOWN)]
+    parts = [f"{value} on {list_ranks(own)}" for value, own in itertools.islice(ranks.items(), most)]
     more = len(ranks) - len(parts)
-    return "; ".join(parts) + (f"; and {more} others on other ranks" if more else "")
+    return [*parts, f"and {more} others on other ranks"] if more else parts
+
+
+def list_values(values: Mapping[int, str]) -> str:
+    """Format the values of ranks, such as "'a' on ranks 0, 3-7; 'b' on rank 1"."""
+    return "; ".join(values_of_ranks(values))
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

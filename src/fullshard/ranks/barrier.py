@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
+from fullshard.progress import PROGRESS
 from fullshard.ranks.agreement import describe_error, error_from, list_ranks, list_values, resolve_group
 from fullshard.ranks.store import GroupStore, Rendezvous, seconds_from
 
@@ -41,6 +42,7 @@ _BARRIER_TIMEOUT_S = 30.0  # a rank may be delayed by an evaluation, or by the e
 LOAD_TIMEOUT_S = 120.0  # start-up times of ranks differ
 _STEP_TIMEOUT_S = 3600.0  # between steps, ranks read and write different amounts
 _REPORT_S = 10.0  # for the first rank to report who is missing, before the others do, in case it has ended
+_LOOK_S, _LOOKERS = 5.0, 8  # how often the first ranks look for processes that have ended
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
 
@@ -130,10 +132,17 @@ class RankBarrier:
         deadline = time.monotonic() + (timeout if count == 1 else timeout + _REPORT_S)
         # Not store.wait(): that locks the store, blocks signal handlers, and logs its timeouts.
         pause, longest = _FIRST_POLL_S, max(_LAST_POLL_S, len(ranks) / _REQUESTS_PER_S)
+        look = time.monotonic() + _LOOK_S
         while count < len(ranks) and time.monotonic() < deadline:
             result: _Result | None = rendezvous.result()
             if result is not None:
                 return result
+            if count <= _LOOKERS and PROGRESS.watchdog is not None and time.monotonic() > look:
+                look += _LOOK_S
+                if lost := PROGRESS.watchdog.lost(set(ranks) - rendezvous.reports().keys()):
+                    told = f"{name}: ranks that the others wait for are lost: {list_values(lost)}"
+                    failed: _Result = rendezvous.propose((FullshardError.__name__, told, [name]))
+                    return failed
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(1.5 * pause, longest)
         decided: _Result = rendezvous.propose(_result_of(rendezvous.reports(), ranks, timeout, step))

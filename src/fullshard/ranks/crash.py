@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.messages import clipped
 from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.agreement import list_ranks, list_values
 from fullshard.ranks.verdict import Report, judge
@@ -60,10 +62,10 @@ def crash_folder() -> Path:
 
 
 def write_crash(rank: int, world_size: int, report: Report, failure: str | None) -> None:
-    """Write this rank's file.
+    """Write this rank's file. Nothing that another user has prepared in the temporary folder is written to.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or the folder in the temporary folder is another user's, or a link.
     """
     events = [Event(*each) for each in list(PROGRESS.events)]
     last = events[-1].step if events else 0
@@ -79,10 +81,25 @@ def write_crash(rank: int, world_size: int, report: Report, failure: str | None)
     }
     folder = crash_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.environ.get(FOLDER_VARIABLE):
+        _own(folder)
     path = folder / f"rank{rank}.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value))
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # follows no link
+        file.write(json.dumps(value))
     partial.replace(path)
+
+
+def _own(folder: Path) -> None:
+    """Keep other users out of a folder whose name they can guess, or raise if it is theirs, or leads elsewhere."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise OSError(
+            f"{folder} is a link, or belongs to another user: expected a folder of this user; set {FOLDER_VARIABLE} to "
+            "another folder"
+        )
+    folder.chmod(0o700)
 
 
 def read_crashes(folder: Path) -> dict[int, Crash]:
@@ -94,17 +111,19 @@ def read_crashes(folder: Path) -> dict[int, Crash]:
     crashes = {}
     for path in sorted(folder.glob("rank*.json")):
         try:
+            if not path.is_file():  # a pipe would block
+                raise ValueError("it is no regular file")
             value: dict[str, Any] = json.loads(path.read_text())
             if value.pop("format") != _FORMAT:
                 raise ValueError("its format is not known")
             report = Report.from_json(value.pop("report"))
             events = [Event(*each) for each in value.pop("events")]
             crash = Crash(report=report, events=events, **value)
-        except (ValueError, KeyError, TypeError) as error:
+            crashes[crash.rank] = crash
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path}: expected what a rank writes after a crash, found something else: {error}"
+                f"{path}: expected what a rank writes after a crash, found something else: {clipped(error)}"
             ) from None
-        crashes[crash.rank] = crash
     return crashes
 
 
@@ -114,7 +133,7 @@ def summarize(crashes: Mapping[int, Crash]) -> str:
     missing = sorted(set(range(world_size)) - crashes.keys())
     raised = [(event.time, rank, event) for rank, c in crashes.items() for event in c.events if event.kind == "raised"]
     reports = {rank: crash.report for rank, crash in crashes.items()}
-    verdict = judge(reports, dict.fromkeys(missing, ""), world_size=world_size)
+    verdict = judge(reports, dict.fromkeys(missing, ""))
     failure = next((crash.failure for crash in crashes.values() if crash.failure is not None), None)
     if raised:
         moment, first, event = min(raised)
@@ -129,7 +148,7 @@ def summarize(crashes: Mapping[int, Crash]) -> str:
         beginning += "(by the launcher after another rank had failed, or for its memory), or wrote to another machine."
     doing = f"The ranks were doing this: {list_values({rank: each.doing for rank, each in sorted(reports.items())})}."
     reason = failure or (doing if verdict is None else f"{verdict.message}.")
-    reason = f"{reason[0].upper()}{reason[1:]}".partition(". `fullshard inspect ")[0].rstrip(".") + "."
+    reason = f"{reason[0].upper()}{reason[1:]}".partition("\n`fullshard inspect ")[0].rstrip(".") + "."
     crash = crashes[first]
     end = len(crash.events)
     if raised:  # what came before it, and a little of what came after

@@ -1,4 +1,4 @@
-"""Check that all ranks run their units in the same order.
+"""Check that all ranks have the same units, and run them in the same order.
 
 Collectives of ranks that run different units do not match: at best they hang, at worst they mix up weights.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fullshard.errors import FullshardError
 from fullshard.ranks.agreement import compare, list_values
 
-__all__ = ["END", "compare_order", "explain_difference", "first_difference", "warn_of_change"]
+__all__ = ["END", "compare_order", "explain_difference", "explain_units", "first_difference", "warn_of_change"]
 
 END = "(end)"  # follows the names of the units in the execution order of a forward that is over
 
@@ -52,6 +52,26 @@ def explain_difference(orders: Mapping[int, Sequence[str]]) -> str | None:
         "control flow that depends on the rank or on its data, and call modules that a rank does not need with an "
         "input of zeros"
     )
+
+
+def explain_units(units: Mapping[int, Mapping[str, str]]) -> str:
+    """Return an error message about two ranks that differ in the parameters of the same units.
+
+    Args:
+        units: By global rank and name of the unit, a line for each parameter.
+    """
+    for at in (0, None):  # first without the places in a flat parameter, which are others in all of it
+        for name in dict.fromkeys(name for own in units.values() for name in own):
+            parameters = (own[name].split("\n") for own in units.values())
+            for lines in itertools.zip_longest(*parameters, fillvalue="no more parameters"):
+                if len({line if at is None else line.split(", from element ")[at] for line in lines}) > 1:
+                    return (
+                        f"ranks have sharded different parameters: {_describe(name)} has "
+                        f"{list_values(dict(zip(units, lines, strict=True)))}. All ranks of a process group have to "
+                        "shard the same parameters alike: names, shapes, dtypes, requires_grad, and the arguments of "
+                        "fully_shard"
+                    )
+    raise AssertionError("digests differ but units do not")
 
 
 def warn_of_change(before: Sequence[str], now: Sequence[str]) -> None:

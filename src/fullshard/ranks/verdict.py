@@ -9,14 +9,15 @@ are stuck for one of these reasons, which are looked for in this order:
 - ``out of step``: they match, but belong to different optimizer steps. Nobody need be stuck.
 - ``raised``, ``exited``: a rank that others wait for has left the forward that they are in, or its backward, by an
   exception, or its process has ended.
-- ``lost``: the process of such a rank does not answer any more.
+- ``lost``: the process of such a rank is gone, or has not answered for long.
+- ``calls``: what is a launch on one rank is, at its number in the process group, a collective of the user's on another.
+- ``deadlock``: ranks wait for each other, in collectives of fullshard or of the user's.
+- ``slow``: a rank computes, or cannot answer, and others wait for it.
 - ``broken``: collectives failed although all processes are alive, as if the network had failed.
-- ``deadlock``: no rank computes, and none waits for the network alone: the ranks that others wait for are all in
-  collectives of the user.
-- ``slow``: a rank computes, or cannot answer, and others wait for it. This is the only one after which training may go
-  on.
 
-A correct run must not be ended, so what is not known counts as slow.
+A correct run must not be ended: only what is known ends one. What is not known counts as ``slow``, which is reported,
+and after which training may go on. So who waits in a collective of the user's waits for the ranks of its group that
+are known not to have called it, and for nobody else.
 """
 
 from __future__ import annotations
@@ -26,17 +27,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fullshard.progress import Launch
-from fullshard.ranks.agreement import list_ranks, list_values
+from fullshard.ranks.agreement import list_ranks, list_values, values_of_ranks
 from fullshard.ranks.order import first_difference
 
-__all__ = ["GroupReport", "Report", "Verdict", "judge"]
+__all__ = ["OURS", "Collectives", "GroupReport", "Report", "Verdict", "judge"]
 
+OURS = "a launch of fullshard"  # among the collectives of a process group; ``GroupReport`` says more about it
 _UNITS_SHOWN = 3
+_VALUES_SHOWN = 5  # of what ranks do now: each is a line
+_CHARACTERS_SHOWN = 600  # of a line
 
 _SAME_ORDER = (
     "All ranks have to run the same modules in the same order, with the same number of microbatches in each step. Look "
     "for control flow that depends on the rank or on its data, and for data loaders of different lengths; call modules "
     "that a rank does not need with an input of zeros, and add their outputs to the loss"
+)
+_SAME_STEPS = (
+    "No rank may leave out a step of an optimizer, or a microbatch. If it is meant, FULLSHARD_WATCHDOG_S=0 disables "
+    "the watchdog"
 )
 _SAME_CUTS = (
     "All ranks have to have the same parameters in the same order, cut them alike, and send them in the same dtypes. "
@@ -44,6 +52,14 @@ _SAME_CUTS = (
     "rank (layout, granularity, shard_placement_fn, mp_policy); for FULLSHARD_ variables that not all nodes have; and "
     "for different versions of fullshard or torch"
 )
+_SAME_CALLS = (
+    "All ranks of a group have to call the same collectives in the same order. full_tensor(), norms, clipping and "
+    "state dicts of DTensors are collectives, too: call them on all ranks, also if one rank alone uses the result"
+)
+_RAISED = "Look for the error in the output of that rank; an exception that is handled has to be handled on all ranks"
+_ENDED = "Look for an error in the output of that rank; or ranks have different numbers of batches (drop_last)"
+_LOST = "Look at the output and the machine of that rank: memory (was it killed?), signals, the network"
+_BROKEN = "Look at the network between the machines, and at the settings of the back end"
 
 
 @dataclass(frozen=True)
@@ -53,11 +69,32 @@ class GroupReport:
     ranks: Sequence[int]  # global ranks of the group
     first: int  # number of the first launch below
     launches: Sequence[Launch]
+    began: int = 0  # launches before the last outermost forward
 
     @property
     def count(self) -> int:
         """Number of launches so far."""
         return self.first + len(self.launches)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The last collectives of one process group on one rank, the user's too, as torch's flight recorder has them.
+
+    Attributes:
+        ranks: Global ranks of the group.
+        first: Number of the first collective below, from 1.
+        calls: ``OURS``, or such as "all_gather in full_tensor, called at train.py:33".
+    """
+
+    ranks: Sequence[int]
+    first: int
+    calls: Sequence[str]
+
+    @property
+    def last(self) -> int:
+        """Number of the last collective; 0 if there was none."""
+        return self.first + len(self.calls) - 1
 
 
 @dataclass(frozen=True)
@@ -69,15 +106,15 @@ class Report:
             failed), or ``"exited"``.
         place: Such as "the backward of unit 'layers.3' (step 12, microbatch 0)".
         seconds: Since when it has been there.
-        foreign: The collective that is not fullshard's in which it waits, as "all_reduce, called at train.py:33".
+        foreign: The collective that is not fullshard's in which it waits, as of ``Collectives``.
+        foreign_at: Name of the group, and number of that collective.
         error: The exception that it raised.
         caught: One that it raised in its last steps, after which it went on.
         waits_for: Name of the group, and number of the launch that it waits for.
-        forwards: Outermost forwards that it has begun.
-        host: Its machine and process.
-        siblings: Processes of the same launcher that run on its machine.
+        processes: Processes of its user on its machine: number, time of start, and state.
         order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
+        collectives: Collectives by name of the group.
         layouts: How the parameters of their units are cut and sent, by ``Launch.layouts``.
     """
 
@@ -85,14 +122,14 @@ class Report:
     place: str
     seconds: float = 0.0
     foreign: str | None = None
+    foreign_at: tuple[str, int] | None = None
     error: str | None = None
     caught: str | None = None
     waits_for: tuple[str, int] | None = None
-    forwards: int = 0
-    host: tuple[str, int] = ("", 0)
-    siblings: Sequence[int] = ()
+    processes: Sequence[tuple[int, int, str]] = ()
     order: Sequence[str] = ()
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
+    collectives: Mapping[str, Collectives] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,12 +139,16 @@ class Report:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Report:
         """Return the report that ``to_json`` was called on."""
-        groups = {
-            name: GroupReport(each["ranks"], each["first"], [_launch(launch) for launch in each["launches"]])
+        found: dict[str, Any] = {
+            name: None if value[name] is None else tuple(value[name]) for name in ("waits_for", "foreign_at")
+        }
+        found["groups"] = {
+            name: GroupReport(**{**each, "launches": [_launch(launch) for launch in each["launches"]]})
             for name, each in value["groups"].items()
         }
-        waits_for = None if value["waits_for"] is None else tuple(value["waits_for"])
-        return cls(**{**value, "groups": groups, "waits_for": waits_for, "host": tuple(value["host"])})
+        found["collectives"] = {name: Collectives(**each) for name, each in value["collectives"].items()}
+        found["processes"] = [tuple(each) for each in value["processes"]]
+        return cls(**{**value, **found})
 
     @property
     def doing(self) -> str:
@@ -119,7 +160,7 @@ class Report:
         if self.state == "raised":
             return f"raised an exception ({self.error}); it is in {self.place}"
         if self.state == "exited":
-            return f"has ended ({self.error or 'without an exception'}); it was in {self.place}"
+            return f"has ended ({self.error or 'without an exception that is known'}); it was in {self.place}"
         if self.foreign is not None:
             return f"waits in {self.foreign}, in {self.place}"
         return f"computes in {self.place}"
@@ -131,7 +172,7 @@ class Verdict:
 
     Args:
         kind: One of [Note: Why ranks are stuck].
-        message: For users.
+        message: For users; at most ten lines.
         culprits: The ranks that others wait for, as far as known.
     """
 
@@ -146,20 +187,14 @@ class Verdict:
 
 
 def judge(
-    reports: Mapping[int, Report],
-    lost: Mapping[int, str],
-    silent: Collection[int] = (),
-    *,
-    world_size: int,
-    mismatch: str = "",
+    reports: Mapping[int, Report], lost: Mapping[int, str], silent: Collection[int] = (), *, mismatch: str = ""
 ) -> Verdict | None:
     """Return why ranks are stuck.
 
     Args:
         reports: By global rank, of those that have answered.
-        lost: Ranks that do not answer any more, and the place where they were last; empty if it is not known.
+        lost: Ranks that are gone, and what is known of them; empty if nothing is.
         silent: Ranks that may answer yet.
-        world_size: Ranks of the job. A rank may wait for one that uses no fullshard, about which nothing is known.
         mismatch: How launches differ, whether or not a rank is stuck: ``"differ"``, ``"out of step"``; empty if they do
             not, as far as is known.
 
@@ -171,70 +206,54 @@ def judge(
         return None
     waiting = f"{list_ranks(stuck)} wait{'s' * (len(stuck) == 1)}"
     doing = {rank: report.doing for rank, report in reports.items()}
-    for rank, place in lost.items():
-        doing[rank] = f"does not answer; it was in {place}" if place else "does not answer"
-    now = f"Now: {list_values(dict(sorted(doing.items())))}."
+    doing |= {rank: f"is lost: {told}" if told else "is lost" for rank, told in lost.items()}
+    now = [f"  {each}" for each in values_of_ranks(dict(sorted(doing.items())), _VALUES_SHOWN)]
+
+    def verdict(kind: str, culprits: Sequence[int], told: str, advice: str, *further: str) -> Verdict:
+        lines = [told, *filter(None, further), "Now:", *now, advice]
+        return Verdict(kind, "\n".join(line[:_CHARACTERS_SHOWN] for line in lines), culprits)
+
     if (difference := _difference(reports)) is not None:
-        culprits, told = difference
-        message = (
-            f"the ranks launch different collectives, which never match: {told}.{_order(reports)}{_caught(reports)} "
-            f"{now} {_SAME_ORDER}"
-        )
-        return Verdict("differ", message, culprits)
+        told = f"the ranks launch different collectives, which never match: {difference[1]}"
+        return verdict("differ", difference[0], told, _SAME_ORDER, _order(reports), _caught(reports))
     if (difference := _cuts(reports)) is not None:
-        culprits, told = difference
-        return Verdict("differ", f"the ranks mix up elements of parameters: {told}. {now} {_SAME_CUTS}", culprits)
+        told = f"the ranks mix up elements of parameters: {difference[1]}"
+        return verdict("differ", difference[0], told, _SAME_CUTS)
     if mismatch == "out of step" and (difference := _steps(reports)) is not None:
-        culprits, told = difference
-        message = (
+        told = (
             "the ranks are in different optimizer steps, and gather parameters from shards of several steps, or add "
-            f"gradients of several: {told}. {now} {_SAME_ORDER}. No rank may leave out a step of an optimizer. If it "
-            "is meant, FULLSHARD_WATCHDOG_S=0 disables the watchdog"
+            f"gradients of several: {difference[1]}"
         )
-        return Verdict("out of step", message, culprits)
+        return verdict("out of step", difference[0], told, _SAME_STEPS)
     if not stuck:
         return None
+    late = {rank: _late(reports, rank) for rank in reports}
     wanted = _wanted(reports, stuck)
-    late = {rank: _late(reports, reports[rank]) for rank in stuck}
-    ended = [rank for rank in wanted if rank in reports and _has_left(rank, reports, late)]
-    if ended:
-        return _left(ended, reports, f"{waiting} for a rank that will not come", now)
-    gone = [rank for rank in lost if rank in wanted]
-    if gone:
-        are = "is" if len(gone) == 1 else "are"
-        message = (
-            f"{list_ranks(gone)} {are} lost: the process has ended, hangs, or cannot be reached. {now} Look at "
-            "the output and the machine of that rank: memory, signals, the network"
-        )
-        return Verdict("lost", message, gone)
+    if ended := [rank for rank in sorted(wanted & reports.keys()) if _has_left(rank, reports, stuck, late)]:
+        report = reports[ended[0]]
+        told = f"{waiting} for {list_ranks(ended)}, which will not come"
+        return verdict(report.state, ended, told, _RAISED if report.error else _ENDED, _order(reports))
+    if gone := [rank for rank in lost if rank in wanted]:
+        told = f"{waiting}, but {list_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost"
+        return verdict("lost", gone, told, _LOST)
     if silent:
         return None
-    running = [
-        rank for rank, report in reports.items() if report.state not in ("waits", "broken") and not report.foreign
-    ]
-    if len(reports) < world_size:
-        running += [rank for rank, report in reports.items() if report.foreign is not None]
-    if running:
-        slow = [rank for rank in running if rank in wanted] or running
+    if (difference := _calls(reports)) is not None:
+        told = f"{waiting} for ever, because ranks have called different collectives: {difference[1]}"
+        return verdict("calls", difference[0], told, _SAME_CALLS)
+    if locked := _deadlocked(late):
+        culprits = [rank for rank in locked if reports[rank].foreign is not None] or locked
+        told = f"{list_ranks(locked)} wait for each other, and for ever"
+        return verdict("deadlock", culprits, told, _SAME_CALLS, _order(reports))
+    slow = sorted({rank for each in stuck for rank in late[each]} - set(stuck))
+    slow = slow or sorted(rank for rank in wanted & reports.keys() if rank not in stuck)
+    if slow:
         told = list_values({rank: f"{reports[rank].doing}, for {reports[rank].seconds:.0f} s" for rank in slow})
         return Verdict("slow", f"{waiting} for slow ranks: {told}. Training goes on when they are through", slow)
     if any(report.state == "broken" for report in reports.values()):
-        message = f"collectives failed although all ranks answer: the network between them may have failed. {now}"
-        return Verdict("broken", message)
-    if any(report.foreign is not None for report in reports.values()) and all(late.values()):
-        culprits = sorted({each for of in late.values() for each in of if reports[each].foreign is not None})
-        return Verdict("deadlock", f"all ranks wait, and none computes.{_order(reports)} {now} {_SAME_ORDER}", culprits)
+        told = "collectives failed although all ranks answer: the network between them may have failed"
+        return verdict("broken", (), told, _BROKEN)
     return None  # some wait for the network alone
-
-
-def _left(ended: list[int], reports: Mapping[int, Report], waiting: str, now: str) -> Verdict:
-    told = list_values({rank: reports[rank].doing for rank in ended})
-    advice = (
-        "Look for the error in the output of that rank; an exception that is handled has to be handled on all ranks"
-        if any(reports[rank].error for rank in ended)
-        else "Ranks may have different numbers of batches: see drop_last of data loaders"
-    )
-    return Verdict(reports[ended[0]].state, f"{waiting}: {told}. {now} {advice}", ended)
 
 
 def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
@@ -248,16 +267,78 @@ def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     return wanted
 
 
-def _has_left(rank: int, reports: Mapping[int, Report], late: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if a rank will not come to the forward that others are in: it has ended, or has raised in that.
+def _has_left(
+    rank: int, reports: Mapping[int, Report], stuck: Sequence[int], late: Mapping[int, Sequence[int]]
+) -> bool:
+    """Return True if a rank will not come to what others wait for.
 
-    A rank that has ended may have issued all that others wait for.
+    One that has ended may have issued it. One that has raised an exception may go on with its next forward, unless it
+    has launched collectives in the one that others are in.
     """
     report = reports[rank]
     if report.state == "exited":
-        unknown = any(reports[each].waits_for is None for each in late)
-        return unknown or report.error is not None or any(rank in of for of in late.values())
-    return report.state == "raised" and any(reports[each].forwards <= report.forwards for each in late)
+        return any(
+            rank in late[each] or reports[each].waits_for is None or reports[each].state == "broken" for each in stuck
+        )
+    if report.state != "raised":
+        return False
+    return any(
+        own.began < own.count <= _awaited(reports[each], name) and own.began == reports[each].groups[name].began
+        for name, own in report.groups.items()
+        for each in stuck
+        if name in reports[each].groups
+    )
+
+
+def _awaited(report: Report, name: str) -> int:
+    """Return the number of the launch of a group that a rank waits for; of its last one, if that is not known."""
+    if report.waits_for is not None and report.waits_for[0] in report.groups:
+        return report.waits_for[1] if report.waits_for[0] == name else -1
+    return report.groups[name].count - 1
+
+
+def _late(reports: Mapping[int, Report], rank: int) -> list[int]:
+    """Return the ranks that are known not to have issued what a rank waits for."""
+    own = reports[rank]
+    if own.state in ("waits", "broken"):
+        if own.waits_for is None or own.waits_for[0] not in own.groups:
+            return []
+        name, number = own.waits_for
+        members = [each for each in own.groups[name].ranks if each in reports]
+        return [r for r in members if name not in reports[r].groups or reports[r].groups[name].count <= number]
+    if own.state != "runs" or own.foreign_at is None:
+        return []
+    name, number = own.foreign_at
+    return [r for r in own.collectives[name].ranks if (of := _of(reports, name, r, own)) and of.last < number]
+
+
+def _of(reports: Mapping[int, Report], name: str, rank: int, other: Report) -> Collectives | None:
+    """Return the collectives of a group on a rank that is in the very group that another one means by the name."""
+    found = reports[rank].collectives.get(name) if rank in reports else None
+    return found if found is not None and found.ranks == other.collectives[name].ranks else None
+
+
+def _deadlocked(late: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the ranks that wait for each other, and those that wait for them."""
+    locked = set(late)
+    while free := {rank for rank in locked if not any(other in locked for other in late[rank])}:
+        locked -= free
+    return sorted(locked)
+
+
+def _calls(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
+    """Return the ranks that have called a collective of their own where others have launched, and both."""
+    for report in reports.values():
+        for name, own in report.collectives.items():
+            every = {r: of for r in own.ranks if (of := _of(reports, name, r, report)) is not None}
+            if len(every) < 2:
+                continue
+            for number in range(max(of.first for of in every.values()), max(of.last for of in every.values()) + 1):
+                here = {r: of.calls[number - of.first] for r, of in every.items() if number <= of.last}
+                odd = [r for r, call in here.items() if call != OURS]
+                if 0 < len(odd) < len(here):
+                    return odd, f"number {number} of a process group is {list_values(here)}"
+    return None
 
 
 def _launch(value: Sequence[Any]) -> Launch:
@@ -267,7 +348,7 @@ def _launch(value: Sequence[Any]) -> Launch:
 
 def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     """Return ranks with another launch than most have at the same number of a group, and the first such number."""
-    found = _first_different(reports, lambda launch: (launch.kind, launch.units))  # without steps
+    found = _first_different(reports, lambda launch: (launch.kind, launch.units, launch.numbers))  # without steps
     if found is None:
         return None
     number, odd, here = found
@@ -338,7 +419,7 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
 def _order(reports: Mapping[int, Report]) -> str:
     """Return a sentence about a difference between the units that ran in the last forward, if there is one."""
     difference = first_difference({rank: report.order for rank, report in reports.items()})
-    return "" if difference is None else f" Their last forwards ran different units {difference}."
+    return "" if difference is None else f"Their last forwards ran different units {difference}"
 
 
 def _caught(reports: Mapping[int, Report]) -> str:
@@ -346,30 +427,24 @@ def _caught(reports: Mapping[int, Report]) -> str:
     caught = {rank: f"{each.caught}, and went on," for rank, each in reports.items() if each.caught is not None}
     if not caught or len(caught) == len(reports):
         return ""
-    return f" Before that an exception was raised: {list_values(caught)}; handle it on all ranks, or on none."
+    return f"Before that an exception was raised: {list_values(caught)}; handle it on all ranks, or on none"
 
 
 def _describe(launches: Sequence[Launch]) -> list[str]:
     """Describe launches so that it is seen where they differ: after the units with which all of them begin."""
-    alike = len({launch._replace(units=(), layouts=()) for launch in launches}) == 1
+    alike = len({launch._replace(units=(), layouts=(), numbers=()) for launch in launches}) == 1
     common = 0
-    while alike and len({launch.units[: common + 1] for launch in launches}) == 1:
+    while alike and len({(each.units[: common + 1], each.numbers[: common + 1]) for each in launches}) == 1:
         common += 1  # ends: the units differ
-    return [_describe_one(launch, common) for launch in launches]
+    numbered = any(any(launch.numbers) for launch in launches)
+    return [_describe_one(launch, common, numbered=numbered) for launch in launches]
 
 
-def _describe_one(launch: Launch, first: int) -> str:
+def _describe_one(launch: Launch, first: int, *, numbered: bool = False) -> str:
     units = [repr(unit) if unit else "the root" for unit in launch.units]
+    for at, number in enumerate(launch.numbers if numbered else ()):
+        units[at] += f" of model {number + 1}"  # of those that have such a unit, in the order of their first forwards
     shown = units[first : first + _UNITS_SHOWN] or ["no more units"]
     more = len(units) - first - len(shown)
     names = ("... " if first else "") + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     return f"{launch.kind.replace('_', '-')} of {names} (step {launch.step}, microbatch {launch.microbatch})"
-
-
-def _late(reports: Mapping[int, Report], waiting: Report) -> list[int]:
-    """Return the ranks that have not issued what a rank waits for; none if that is not known."""
-    if waiting.waits_for is None or waiting.waits_for[0] not in waiting.groups:
-        return []
-    name, number = waiting.waits_for
-    members = [rank for rank in waiting.groups[name].ranks if rank in reports]
-    return [r for r in members if name not in reports[r].groups or reports[r].groups[name].count <= number]

@@ -8,13 +8,19 @@ are stuck, at most a few of them, compare the reports (see [Note: Why ranks are 
 them proposes the *failure*, which is the same for all. Every rank then aborts its collectives, so that what waits for
 them raises, and the training thread raises the failure instead of the error of the back end, or at its next collective.
 
-A rank is lost if it shows no sign of life for some seconds of an alarm. Time is measured by the clock of the rank that
-reads. (That a rank cannot see the process is no proof: numbers of processes mean other things in other containers.)
+It ends a run only on what it knows. A rank that gives no sign of life is looked for: a rank on its machine, in the same
+namespace of processes, sees whether its process is there. If it is gone, the rank is lost; if it is there, as in a
+function that holds Python's lock, it is slow. Where nobody can look, as after a network has failed, or if the process
+is stopped, it is waited for, for a minute. Time is measured by the clock of the rank that reads.
 
 Ranks may also launch different collectives that match by their sizes, or cut parameters differently, so that none is
-stuck and results are wrong. So signs of life have digests of the launches, which are compared. They also have the
-number of optimizer steps of units that communicate in the group: where it differs, as if a rank is a microbatch ahead,
-shards of different steps are gathered into one parameter, or gradients of different steps are added.
+stuck and results are wrong. So signs of life have digests of the launches, which are compared, and once more when
+processes end. They also have the number of optimizer steps of units that communicate in the group: where it differs, as
+if a rank is a microbatch ahead, shards of different steps are gathered into one parameter, or gradients of different
+steps are added.
+
+Requests to a store may block, if its process is stopped or cannot be reached. A second thread, which needs no store,
+tells about that.
 
 On accelerators the host does not wait for collectives. There a rank is stuck if it launches nothing while collectives
 that it has launched are unfinished.
@@ -26,13 +32,17 @@ import atexit
 import contextlib
 import itertools
 import json
+import linecache
 import logging
 import os
-import platform
+import pickle
 import re
 import sys
+import sysconfig
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -47,16 +57,21 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
 from fullshard.progress import PROGRESS, LaunchLog
+from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, write_crash
+from fullshard.ranks.order import explain_units
 from fullshard.ranks.store import GroupStore, seconds_from
-from fullshard.ranks.verdict import GroupReport, Report, Verdict, judge
+from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, judge
 
 __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
 
 TIMEOUT_VARIABLE = "FULLSHARD_WATCHDOG_S"
 LOST_VARIABLE = "FULLSHARD_WATCHDOG_LOST_S"
 _STUCK_S = 3.0  # in a collective
-_LOST_S = 8.0  # without a sign of life while others are stuck
+_LOST_S = 60.0  # that a rank, or the store, may give no sign of life while others are stuck
+_ALARM_S = 8.0  # and three times as long as a rank is stuck before
+_SURE_S = 5.0  # that ranks wait for each other, or for a network that has failed
+_QUIET_S = 3.0  # without a sign of life, until its process is looked for
 _POLL_S = 1.0
 _REQUESTS_PER_S = 2_000  # to the store while nobody is stuck
 _JUDGES = 8  # ranks that compare reports, so that it does not matter if some of them are lost too
@@ -65,10 +80,18 @@ _BEATS_PER_DIGEST = 5
 _DIGESTS_SHOWN = 4
 _UNITS_REPORTED = 1000
 _PARAMETERS_REPORTED = 200  # of a unit
+_COLLECTIVES_REPORTED = 64  # of a group
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_TRANSPORT = str(Path("fullshard", "comm", "base.py"))
 _WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py", str(Path("ranks", "agreement.py")))
+
+_ENDS = "the watchdog ended this run, because ranks cannot go on: "
+_SUSPECTED = ("calls", "deadlock", "broken")  # if they last
+_OPERATIONS = str(Path("torch", "_ops.py"))
+_WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", "__call__", "apply")
 
 _logger = logging.getLogger(__name__)
 _generations = itertools.count()  # of default process groups in this process: their stores may be the same
@@ -103,7 +126,7 @@ class Watchdog:
     Args:
         world: The default process group.
         stuck_s: Seconds in a collective after which ranks compare what they do.
-        lost_s: Seconds without a sign of life after which a rank is lost.
+        lost_s: Seconds without a sign of life after which a rank is lost whose process nobody can look for.
     """
 
     stuck_s: float
@@ -113,7 +136,7 @@ class Watchdog:
     _store: GroupStore
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
-    _host: tuple[str, int]  # the machine, and this process
+    _process: tuple[str, int, int]  # this one, as ``_Beat.process``
     _training: int  # the thread that trains
     _poll_s: float
     _beat: int
@@ -124,36 +147,42 @@ class Watchdog:
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
     _mismatch: str  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
+    _has_ended: bool  # this rank has said its last word
+    _error_file: Path | None  # to which the launcher writes what it catches
     _suspected: tuple[str, float]  # a deadlock or a broken network, and since when: it counts if it lasts
     _warned: tuple[str, float]
+    _compared: Counter[str]  # roots with the same units, by group
     _stop: threading.Event
-    _thread: threading.Thread
+    _threads: list[threading.Thread]
 
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
         self._world, self._rank = world, world.rank()
         self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
         self._has_server = _has_server(dist.distributed_c10d._get_default_store())
-        self._host, self._training = (platform.node(), os.getpid()), threading.get_ident()
+        self._process, self._training = _this_process(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
         self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
-        self._mismatch, self._looked = "", time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
+        self._mismatch, self._looked, self._has_ended, self._error_file = "", time.monotonic(), False, _error_file()
+        self._stop, self._compared = threading.Event(), Counter()
+        self._threads = [
+            threading.Thread(target=target, name=f"fullshard {name}", daemon=True)
+            for target, name in ((self._run, "watchdog"), (self._watch_store, "watch on the store"))
+        ]
 
     def start(self) -> None:
         """Start the thread. It ends with the process group, or with the process."""
-        self._store.keys.set(f"beat/{self._rank}", json.dumps(_Beat(0, _place(), {}, *self._host)))
+        self._write_beat()
         with contextlib.suppress(OSError):
             (crash_folder() / f"rank{self._rank}.json").unlink()  # of an earlier run
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         atexit.register(self._exit)
 
     def close(self) -> None:
         """End the thread."""
-        self._stop.set()
-        self._thread.join(timeout=self._poll_s + 1)
+        self._join()
         atexit.unregister(self._exit)
 
     def watches(self, world: dist.ProcessGroup | None) -> bool:
@@ -169,43 +198,103 @@ class Watchdog:
             return error
         if not self.failed.is_set() and not self._stop.is_set() and _is_of_back_end(error):
             self._broken = _short(error), time.monotonic()
-            limit = time.monotonic() + self.stuck_s + self.lost_s + 4 * self._poll_s
-            while not PROGRESS.ends and time.monotonic() < limit and not self.failed.wait(0.1):
-                pass  # signals are handled in between
+            limit = time.monotonic() + self.stuck_s + max(self.lost_s, _QUIET_S + _SURE_S) + 4 * self._poll_s
+            while not (PROGRESS.ends or self._stop.is_set()) and time.monotonic() < limit:
+                if self.failed.wait(0.1):  # signals are handled in between
+                    break
         self._broken = None  # if it is handled, this rank goes on
         return error if PROGRESS.failure is None else FullshardError(PROGRESS.failure)
 
-    # ---------------------------------------------------------------- on the thread
+    def compare_units(self, group: dist.ProcessGroup, units: Mapping[str, str]) -> None:
+        """Compare the parameters of units with those of the rank that comes here first, before the first launch.
+
+        Args:
+            group: The ranks that have to have the same.
+            units: By name, a line for each parameter.
+
+        Raises:
+            FullshardError: On all ranks of the group, though on the others only when they wait for this one.
+        """
+        names = f"{group.group_name}/{digest_of(sorted(units)).hex()}"
+        self._compared[names] += 1
+        key, text = f"units/{names}/{self._compared[names]}", json.dumps(units)
+        own = f"{digest_of(text).hex()} {self._rank}"
+        first = self._store.keys.compare_set(key, "", own).decode()
+        if first == own:
+            self._store.keys.set(f"{key}/text", text)
+        elif first.split()[0] != own.split()[0]:
+            rank = int(first.split()[1])
+            told = explain_units({rank: json.loads(self._store.keys.get(f"{key}/text")), self._rank: units})
+            ranks = dist.get_process_group_ranks(group)
+            self._store.keys.compare_set("failure", "", json.dumps({"message": told, "ranks": ranks, "kind": "units"}))
+            raise FullshardError(told)
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return which of ``ranks`` will not come, as they have ended, and what is known of each."""
+        found = {}
+        for rank in ranks:
+            beat = self._beat_of(rank)
+            if beat.ended:
+                found[rank] = f"its process has ended; it was in {beat.place}"
+            elif self._state_of(beat, {}) == _GONE:
+                found[rank] = f"its process is gone; it was last seen in {beat.place}"
+        return found
+
+    # ---------------------------------------------------------------- on the threads
 
     def _run(self) -> None:
+        why = ""
         while not self._stop.wait(self._poll_s):
             if dist.group.WORLD is not self._world:
+                found: Any = sys._current_exceptions().get(self._training)  # as in a finally clause
+                error = found[1] if isinstance(found, tuple) else found
+                self._say_last_word(None if error is None else f"{type(error).__name__}: {error}")
                 break
             try:
                 self._look()
             except (dist.DistError, OSError) as error:
                 if dist.group.WORLD is self._world and self._since_stuck() is not None:
                     self._fail(
-                        "the store of the process groups is gone while this rank waits for collectives; the process "
-                        f"that has it, rank 0 or the launcher, has probably ended ({error})"
+                        _ENDS + "the store of the process groups is gone while this rank waits for collectives; the "
+                        f"process that has it, rank 0 or the launcher, has probably ended ({error})"
                     )
                 break
             except Exception as error:  # it must not end a run that is fine
-                _logger.warning("rank %d: the watchdog has ended: %s: %s", self._rank, type(error).__name__, error)
-                break
-            if self.failed.is_set():
-                break
+                why = f"the watchdog has ended: {type(error).__name__}: {error}"
             if len(PROGRESS.threads) > 1:
-                _logger.warning(
-                    "rank %d: several threads train; the watchdog, which watches one, has ended", self._rank
-                )
+                why = "several threads train; the watchdog, which watches one, has ended"
+            if why:
+                _logger.warning("rank %d: %s", self._rank, why)
+                with contextlib.suppress(RuntimeError, OSError):
+                    self._write_beat(unwatched=why)
+            if why or self.failed.is_set():
                 break
         self._stop.set()
+
+    def _watch_store(self) -> None:
+        """Tell about a store that does not answer while this rank is stuck; after long, end the wait."""
+        woken = warned = time.monotonic()
+        while not self._stop.wait(self._poll_s):
+            now, before = time.monotonic(), woken
+            woken, silent_s = now, now - self._looked
+            # After a pause of this process the other thread may not have had its turn yet.
+            if silent_s < 2 * _QUIET_S + self._poll_s or now - before > _QUIET_S or self._since_stuck() is None:
+                continue
+            told = (
+                f"the store of the process groups has not answered for {silent_s:.0f} s; the process that has it (rank "
+                "0 or the launcher) is stopped, or its machine cannot be reached from this one"
+            )
+            if silent_s > self.lost_s:
+                self._fail(f"{_ENDS}{told}. Now:\n  {_place()}, on this rank")
+                return
+            if now - warned > 2 * _QUIET_S:
+                warned = now + _WARN_AGAIN_S
+                _logger.warning("rank %d waits for collectives, and %s", self._rank, told)
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
         keys, now, place = self._store.keys, time.monotonic(), _place()
-        if now - self._looked > self.lost_s / 2:
+        if now - self._looked > _QUIET_S + self._poll_s:
             self._beats.clear()  # all processes may have been paused
         self._looked = now
         self._beat += 1
@@ -221,9 +310,9 @@ class Watchdog:
         if alarm != self._alarm[0]:
             self._alarm = alarm, now
             self._judges = False
-        lasts = alarm > 0 and now - self._alarm[1] < 3 * self.stuck_s + self.lost_s
+        lasts = alarm > 0 and now - self._alarm[1] < 3 * self.stuck_s + _ALARM_S
         if self._has_server or lasts:
-            keys.set(f"beat/{self._rank}", json.dumps(_Beat(self._beat, place, _digests(), *self._host)))
+            self._write_beat()
         if self._has_server and not self._mismatch and self._beat % _BEATS_PER_DIGEST == 0:
             self._mismatch = self._compare_digests()
         is_stuck = self._since_stuck() is not None or bool(self._mismatch)
@@ -231,7 +320,7 @@ class Watchdog:
             keys.compare_set("alarm", str(alarm) if alarm else "", str(alarm + 1))
             return
         if not lasts:
-            self._beats.clear()
+            self._beats.clear()  # nobody is stuck
             return
         keys.set(f"report/{self._rank}", json.dumps([alarm, self._report(place, now).to_json()]))
         if is_stuck and not self._judges:
@@ -241,24 +330,22 @@ class Watchdog:
 
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
-        ranks = {rank for group, _ in _groups() for rank in _ranks_of(group)}
+        ranks = {rank for log in _logs() for rank in log.ranks}
         reports: dict[int, Report] = {}
-        lost: dict[int, str] = {}
-        hosts: dict[int, tuple[str, int]] = {}
+        quiet: dict[int, _Beat] = {}
         silent: list[int] = []
         while True:  # ranks of the groups of other ranks too
-            for rank in ranks - reports.keys() - lost.keys() - set(silent):
+            for rank in ranks - reports.keys() - quiet.keys() - set(silent):
                 beat = self._beat_of(rank)
                 if self._beats.get(rank, (-1, 0.0))[0] != beat.number:
                     self._beats[rank] = beat.number, now
                 number, report = self._read(f"report/{rank}") or (0, {})
-                if beat.exited:
-                    reports[rank] = Report.from_json(report)
-                elif beat.number < 0:  # it has not come to its first forward
+                if beat.number < 0:
                     reports[rank] = Report("runs", "what comes before its first forward", now - self._alarm[1])
-                elif now - self._beats[rank][1] > self.lost_s:
-                    lost[rank] = beat.place
-                    hosts[rank] = beat.host, beat.process
+                elif beat.ended:
+                    reports[rank] = Report.from_json(report)
+                elif beat.unwatched or now - self._beats[rank][1] > max(_QUIET_S, 2.5 * self._poll_s):
+                    quiet[rank] = beat
                 elif number >= alarm:
                     reports[rank] = Report.from_json(report)
                 else:
@@ -267,24 +354,32 @@ class Watchdog:
             if further <= ranks:
                 break
             ranks |= further
-        for rank, (host, process) in hosts.items():  # a process may hold Python's lock for long
-            if any(each.host[0] == host and process in each.siblings for each in reports.values()):
-                reports[rank] = Report("runs", f"{lost.pop(rank)}, but does not answer", now - self._beats[rank][1])
+        lost: dict[int, str] = {}
+        for rank, beat in quiet.items():
+            silent_s, state = now - self._beats[rank][1], self._state_of(beat, reports)
+            does = {_GONE: "its process is gone", _RUNS: "its process runs", _STOPPED: "its process is stopped"}
+            told = (
+                beat.unwatched or f"{does.get(state, 'its machine cannot be reached')}, no answer for {silent_s:.0f} s"
+            )
+            if state == _GONE or (state != _RUNS and silent_s > self.lost_s and not beat.unwatched):
+                lost[rank] = f"{told}; it was last seen in {beat.place}"
+            else:
+                reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
-        verdict = judge(reports, lost, silent, world_size=self._world.size(), mismatch=self._mismatch)
+        verdict = judge(reports, lost, silent, mismatch=self._mismatch)
         self._mismatch = ""  # until they are compared again
         suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
             return
-        # A rank whose process has just ended still counts as answering, and closes connections of others.
-        suspect = verdict.message if verdict.kind == "deadlock" else verdict.kind
-        if verdict.kind in ("deadlock", "broken") and (suspect != suspected[0] or now - suspected[1] < self.lost_s):
+        suspect = f"{verdict.kind} {verdict.culprits}"
+        # Reports are of different moments; and a process that has just ended, which closes connections, still counts.
+        if verdict.kind in _SUSPECTED and (suspect != suspected[0] or now - suspected[1] < _SURE_S):
             self._suspected = suspected if suspect == suspected[0] else (suspect, now)
         elif verdict.is_final:
-            value = json.dumps({"message": _failure(verdict), "ranks": sorted(ranks), "kind": verdict.kind})
+            value = json.dumps({"message": _ENDS + verdict.message, "ranks": sorted(ranks), "kind": verdict.kind})
             self._store.keys.compare_set("failure", "", value)
-        else:
+        elif max(reports[rank].seconds for rank in verdict.culprits) > self.stuck_s / 2:  # not if it has just gone on
             self._warn(verdict, now)
 
     def _compare_digests(self) -> str:
@@ -292,12 +387,12 @@ class Watchdog:
 
         They may match each other by their sizes, so that nobody is stuck, and results are wrong.
         """
-        for group, log in _groups():
-            if group.rank():
+        for log in _logs():
+            if log.ranks[0] != self._rank:
                 continue
             known = {count: rest for count, *rest in list(log.snapshots)}
-            for rank in _ranks_of(group):
-                digests = self._beat_of(rank).digests.get(group.group_name, ())
+            for rank in log.ranks:
+                digests = self._beat_of(rank).digests.get(log.name, ())
                 both = [(*known[count], digest, steps) for count, digest, steps in digests if count in known]
                 if any(own != digest for own, _, digest, _ in both):
                     return "differ"
@@ -306,7 +401,22 @@ class Watchdog:
         return ""
 
     def _beat_of(self, rank: int) -> _Beat:
-        return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {})))
+        return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {}, ("", 0, 0))))
+
+    def _write_beat(self, *, ended: bool = False, unwatched: str = "") -> None:
+        digests = {log.name: list(log.snapshots)[-_DIGESTS_SHOWN:] for log in _logs()}
+        beat = _Beat(self._beat, _place(), digests, self._process, ended, unwatched)
+        self._store.keys.set(f"beat/{self._rank}", json.dumps(beat))
+
+    def _state_of(self, beat: _Beat, reports: Mapping[int, Report]) -> str:
+        """Return the state of the process that has given a sign of life; empty if no rank can look for it."""
+        where, number, start = beat.process
+        if where == self._process[0]:
+            return _state_of_process(number, start)
+        for rank, report in reports.items():
+            if report.processes and self._beat_of(rank).process[0] == where:
+                return next((each[2] for each in report.processes if tuple(each[:2]) == (number, start)), _GONE)
+        return ""
 
     def _warn(self, verdict: Verdict, now: float) -> None:
         about = f"{verdict.kind} {verdict.culprits}"
@@ -315,21 +425,22 @@ class Watchdog:
             _logger.warning("%s", verdict.message)
 
     def _report(self, place: str, now: float) -> Report:
-        named = {log.index: str(group.group_name) for group, log in _groups()}
-        groups = {str(group.group_name): GroupReport(_ranks_of(group), *log.recent()) for group, log in _groups()}
+        logs = _logs(destroyed=self._has_ended)
+        named = {log.index: log.name for log in logs}
+        groups = {log.name: GroupReport(log.ranks, *log.recent(), log.began) for log in logs}
         layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
         waiting = PROGRESS.waiting
+        collectives, pending = _collectives(self._rank, self._training)
         caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
         report = partial(
             Report,
             place=place,
             caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
             waits_for=(named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None,
-            forwards=PROGRESS.forwards,
-            host=self._host,
-            siblings=_siblings(),
+            processes=list(_processes()),
             order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
+            collectives=collectives,
             layouts={str(layout): _first_lines(PROGRESS.layouts.get(layout, "")) for layout in layouts},
         )
         since = self._since_stuck() if waiting is None else waiting[0]
@@ -337,11 +448,13 @@ class Watchdog:
         if self._broken is not None:
             return report("broken", seconds=now - self._broken[1], error=self._broken[0])
         if PROGRESS.raised is not None:
-            number, error = PROGRESS.raised
-            return report("raised", seconds=idle_s, error=error, forwards=number)
+            return report("raised", seconds=idle_s, error=PROGRESS.raised)
         if since is not None:
             return report("waits", seconds=now - since)
-        return report("runs", seconds=idle_s, foreign=self._foreign() if idle_s > self.stuck_s else None)
+        if pending is None or idle_s <= self.stuck_s or not self._is_in_collective():
+            return report("runs", seconds=idle_s)
+        name, number, call = pending
+        return report("runs", seconds=idle_s, foreign=call, foreign_at=(name, number) if name in collectives else None)
 
     def _since_stuck(self) -> float | None:
         """Return since when the training thread waits for collectives, if that is long enough to be stuck."""
@@ -353,31 +466,27 @@ class Watchdog:
             since = self._idle[2]
         return since if since is not None and now - since > self.stuck_s else None
 
-    def _foreign(self) -> str | None:
-        """Return the function of torch.distributed in which the training thread is, and where the user called it."""
+    def _is_in_collective(self) -> bool:
+        """True if the training thread is in a function that calls collectives or waits for them."""
         frame: FrameType | None = sys._current_frames().get(self._training)
-        if frame is None or not frame.f_code.co_filename.endswith(_WAITING_FILES):
-            return None  # it computes, maybe in other code of torch.distributed
-        inside = ""
-        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
-            name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(_PACKAGE)
-            if ours:
-                inside = f"{inside.partition(' ')[0]} of fullshard's {name}"
-            elif name != "wrapper" and " " not in inside:
-                inside = name
-            frame = frame.f_back
-        return None if frame is None else f"{inside}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(_OPERATIONS):  # as DTensors call them
+            return str(frame.f_locals.get("self")).startswith("_c10d_functional")
+        # Or where a user waits for a collective: that is a method of torch, without a frame.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_code.co_filename.endswith(_WAITING_FILES) or ".wait(" in line
 
     def _fail(self, message: str) -> None:
         """Have the training thread raise, wherever it waits for collectives."""
-        is_foreign = self._foreign() is not None
-        message = f"{message}. `fullshard inspect {crash_folder()}` shows the last events of each rank"
+        is_foreign = self._is_in_collective()
+        message = f"{message}\n`fullshard inspect {crash_folder()}` shows the last events of each rank"
         _logger.error("rank %d: %s", self._rank, message)
         self._write_crash(self._report(_place(), time.monotonic()), message)
         self._stop.wait(2 * self._poll_s)  # the other ranks read why, before connections and the store close
         PROGRESS.failure = message
         self.failed.set()
-        groups = [group for group, _ in _groups()]
+        groups = [group for log in _logs() if (group := log.group()) is not None]
         for group in [*groups, self._world] if is_foreign else groups:
             if group.size() > 1:
                 abort(group)
@@ -395,24 +504,47 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Say that the process ends, and by which exception."""
-        if os.getpid() != self._host[1]:
+        if os.getpid() != self._process[1]:
             return  # a child of it, which has no such thread
-        self._stop.set()
-        self._thread.join(timeout=self._poll_s + 1)
+        self._join()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        told = "" if error is None else f"{type(error).__name__}: {error}"
+        told = _last_line(self._error_file) if error is None else f"{type(error).__name__}: {error}"
         if told and PROGRESS.ends:
             told = f"after its launcher asked it to end, {told}"
-        report = replace(self._report(_place(), time.monotonic()), state="exited", error=told or None)
-        if error is not None and not self.failed.is_set():
-            self._write_crash(report, None)
+        if told and not self.failed.is_set():
+            self._write_crash(self._last_report(told), None)
             _logger.error("rank %d: `fullshard inspect %s` shows its last events", self._rank, crash_folder())
+        self._say_last_word(told or PROGRESS.raised)
+
+    def _say_last_word(self, told: str | None) -> None:
+        """Tell that this rank will launch nothing more, and compare all that it has launched."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._beat, report = self._beat + 1, self._last_report(told)
         with contextlib.suppress(RuntimeError, OSError):
-            if dist.group.WORLD is self._world:
-                self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
-                self._store.keys.set(
-                    f"beat/{self._rank}", json.dumps(_Beat(self._beat + 1, _place(), {}, *self._host, True))
-                )
+            self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
+            self._write_beat(ended=True)
+            for log in () if self.failed.is_set() else _logs(destroyed=True):
+                digest = str(log.digest)
+                if self._store.keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
+                    self._tell_difference(log.ranks)
+
+    def _tell_difference(self, ranks: Sequence[int]) -> None:
+        found = {rank: self._read(f"report/{rank}") for rank in ranks}
+        reports = {rank: Report.from_json(each[1]) for rank, each in found.items() if each}
+        verdict = judge(reports, {}, mismatch="differ")
+        told = "ranks have launched different collectives" if verdict is None else verdict.message
+        _logger.error("rank %d: the results of this run are wrong, because %s", self._rank, told)
+
+    def _last_report(self, told: str | None) -> Report:
+        return replace(self._report(_place(), time.monotonic()), state="exited", error=told)
+
+    def _join(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=self._poll_s + 1)
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -452,34 +584,118 @@ class _Beat(NamedTuple):
     number: int
     place: str
     digests: dict[str, list[tuple[int, int, int]]]  # as ``LaunchLog.snapshots``, by the name of the group
-    host: str = ""
-    process: int = 0
-    exited: bool = False  # the process has ended, after it has written a report
+    process: Sequence[Any]  # where it can be looked for (empty: nowhere), its number, and when it was started
+    ended: bool = False  # it has written a report, and launches nothing more
+    unwatched: str = ""  # why there will be no further sign
 
 
-def _groups() -> list[tuple[dist.ProcessGroup, LaunchLog]]:
-    """Return the process groups with launches that exist and were not destroyed, of several ranks."""
-    logs = [(group, log) for log in PROGRESS.logs() if (group := log.group()) is not None and log.count]
-    return [(group, log) for group, log in logs if group in dist.distributed_c10d._world.pg_map and group.size() > 1]
+_GONE, _RUNS, _STOPPED = "gone", "runs", "stopped"
 
 
-def _digests() -> dict[str, list[tuple[int, int, int]]]:
-    return {group.group_name: list(log.snapshots)[-_DIGESTS_SHOWN:] for group, log in _groups()}
+def _this_process() -> tuple[str, int, int]:
+    """Return this process as signs of life have it."""
+    number = os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}", number, _stat(number)[1]
+    except (OSError, ValueError):  # another kind of system, or no /proc
+        return "", number, 0
+
+
+def _stat(process: int) -> tuple[str, int]:
+    """Return the state of a process, and when it was started, in ticks since the start of its machine."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return {"Z": _GONE, "X": _GONE, "T": _STOPPED, "t": _STOPPED}.get(fields[0], _RUNS), int(fields[19])
+
+
+def _state_of_process(number: int, start: int) -> str:
+    try:
+        state, started = _stat(number)
+    except (OSError, ValueError):
+        return _GONE
+    return state if started == start else _GONE
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Yield the processes of this user that can be seen: their numbers, when they were started, and their states."""
+    user = os.getuid()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if path.stat().st_uid == user:
+                state, start = _stat(int(path.name))
+                yield int(path.name), start, state
+
+
+def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tuple[str, int, str] | None]:
+    """Return the last collectives of all process groups, and the one that a thread has called and that is unfinished.
+
+    From torch's flight recorder; nothing if it is disabled (``TORCH_FR_BUFFER_SIZE=0``).
+    """
+    entries: dict[str, dict[int, str]] = {}
+    pending = None
+    for dump in ("_dump_fr_trace", "_dump_nccl_trace"):
+        trace = getattr(torch._C._distributed_c10d, dump, None)
+        for entry in () if trace is None else pickle.loads(trace()).get("entries", ()):
+            if entry["is_p2p"]:
+                continue
+            name, number = str(entry["process_group"][0]), entry["collective_seq_id"]
+            of_group = entries.setdefault(name, {})
+            if of_group and number <= next(reversed(of_group)):
+                of_group.clear()  # of an earlier group of this name
+            of_group[number] = call = _call(entry)
+            if call != OURS and not entry["retired"] and entry.get("thread_id", str(training)) == str(training):
+                pending = name, number, call
+    found = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        known = dist.distributed_c10d._world.pg_group_ranks[group]
+        if len(known) > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
+            calls = [*entries.get(str(group.group_name), {}).items()][-_COLLECTIVES_REPORTED:]
+            first = calls[0][0] if calls else 1
+            found[str(group.group_name)] = Collectives(sorted(known), first, [call for _, call in calls])
+    return found, pending
+
+
+def _call(entry: dict[str, Any]) -> str:
+    """Describe a collective of the flight recorder by the function that was called, and where."""
+    function = inside = str(entry["profiling_name"]).rpartition(":")[2]
+    for frame in entry.get("frames", ()):
+        file, name = frame["filename"], frame["name"]
+        if file.endswith(_TRANSPORT):
+            return OURS
+        if file.startswith(_PACKAGE):
+            inside = f"fullshard's {name}"
+        elif file.startswith(_TORCH) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file):
+            inside = inside if name in _WRAPPERS else name
+        else:
+            told = function if inside == function else f"{function} in {inside}"
+            return f"{told}, called at {Path(file).name}:{frame['line']}"
+    return function
+
+
+def _logs(*, destroyed: bool = False) -> list[LaunchLog]:
+    """Return the logs of process groups of several ranks that have launched; ``destroyed``: also of those that were."""
+    exist = dist.distributed_c10d._world.pg_map
+    return [log for log in PROGRESS.logs() if log.count and len(log.ranks) > 1 and (destroyed or log.group() in exist)]
 
 
 def _first_lines(text: str) -> str:
     return "\n".join(text.split("\n", _PARAMETERS_REPORTED)[:_PARAMETERS_REPORTED])
 
 
-def _siblings() -> list[int]:
-    """Return the processes of the same launcher, this one too, that run on this machine; empty if it is not known."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getppid() and state in "RSDI":
-                found.append(int(path.parent.name))
-    return found
+def _error_file() -> Path | None:
+    """Return the file to which torch.multiprocessing.spawn, if it has started this process, writes what it catches."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "error_file" not in frame.f_locals:
+        frame = frame.f_back
+    return None if frame is None else Path(str(frame.f_locals["error_file"]))
+
+
+def _last_line(error_file: Path | None) -> str:
+    """Return the last line of the traceback that a launcher has written; empty if there is none."""
+    try:
+        return str(pickle.loads(error_file.read_bytes())).strip().splitlines()[-1] if error_file is not None else ""
+    except (OSError, pickle.UnpicklingError, EOFError, IndexError):
+        return ""
 
 
 def _short(error: RuntimeError) -> str:
@@ -488,20 +704,12 @@ def _short(error: RuntimeError) -> str:
     return re.sub(r" *\[[^]]*\]:\d+", "", text)[:120]
 
 
-def _failure(verdict: Verdict) -> str:
-    return f"the watchdog ended this run, because ranks cannot go on: {verdict.message}"
-
-
 def _place() -> str:
     """Return what the training thread is in the middle of."""
     where, steps = PROGRESS.phase, PROGRESS.steps
     if PROGRESS.unit is not None:
         where = f"the {where} of {repr(PROGRESS.unit) if PROGRESS.unit else 'the root'}"
     return f"{where} (step {steps.step}, microbatch {max(steps.microbatch, 0)})"
-
-
-def _ranks_of(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
 
 
 def _has_server(store: Store) -> bool:

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import tomli_w
 
+from fullshard.messages import clipped
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -51,7 +53,7 @@ class Option:
     def check(self, name: str, value: Any) -> None:
         """Raise `ConfigError` if `value` is out of range."""
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{name} must be one of {', '.join(self.choices)}, found {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(self.choices)}, found {clipped(repr(value))}")
         if self.least is not None and not self.least <= value < math.inf:
             raise ConfigError(f"{name} must be at least {self.least}, found {value}")
         if self.above is not None and not self.above < value < math.inf:
@@ -260,10 +262,15 @@ class TrainConfig(_Checked):
         """
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"cannot read {path}: there is no such file, which has the settings of a run: restore it, or choose "
+                "another --name for a new run"
+            ) from error
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not a TOML file: {error}") from error
+        except (ValueError, RecursionError) as error:  # of TOML, UTF-8 or numbers
+            raise ConfigError(f"{path} is not a TOML file: {clipped(error)}") from error
         flat: dict[str, Any] = {}
         for name, value in values.items():
             flat |= value if isinstance(value, dict) else {name: value}
@@ -271,7 +278,9 @@ class TrainConfig(_Checked):
         try:
             unknown = sorted(flat.keys() - types.keys())
             if unknown:
-                raise ConfigError(f"unknown settings: {', '.join(unknown)}; valid settings are {', '.join(types)}")
+                raise ConfigError(
+                    f"unknown settings: {clipped(', '.join(unknown))}; valid settings are {', '.join(types)}"
+                )
             return cls().with_options({name: _convert(name, value, types[name]) for name, value in flat.items()})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -299,4 +308,4 @@ def _convert(name: str, value: Any, wanted: type) -> Any:
     if type(value) is wanted:
         return value
     expected = "a list of strings" if wanted is tuple else wanted.__name__
-    raise ConfigError(f"{name} must be {expected}, found {value!r}")
+    raise ConfigError(f"{name} must be {expected}, found {clipped(repr(value))}")

@@ -37,8 +37,11 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def copy_metrics(source: Path, target: Path, step: int, steps: int) -> None:
+def copy_metrics(source: Path, target: Path, step: int, steps: int) -> str:
     """Write the records of a run up to optimizer step `step`, where it resumes, atomically.
+
+    Returns:
+        A warning if there are none of some steps; empty if there are all.
 
     Args:
         source: a `metrics.jsonl`; it need not exist.
@@ -49,6 +52,13 @@ def copy_metrics(source: Path, target: Path, step: int, steps: int) -> None:
     kept = [record for record in read_metrics(source) if record["step"] <= step]
     kept = [record for record in kept if record["kind"] != "final_validation" or record["step"] < steps]
     replace_text(target, "".join(json.dumps(record) + "\n" for record in kept))
+    missing = set(range(1, step + 1)) - {record["step"] for record in kept if record["kind"] == "train"}
+    if not missing:
+        return ""
+    return (
+        f"{source} lacks {len(missing)} of the {step} steps before this resume: metrics are complete from step "
+        f"{max(missing) + 1} on"
+    )
 
 
 class PipeConsole(Console):

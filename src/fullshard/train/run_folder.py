@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from fullshard.messages import clipped
 from fullshard.train.config import ConfigError, TrainConfig, option
 
 METRICS = "metrics.jsonl"
@@ -27,6 +28,7 @@ SUMMARY = "summary.json"
 ERROR = "error.txt"
 CHECKPOINTS = "checkpoints"
 INDEX = "fullshard.json"  # of a checkpoint: written last, so that one without it is incomplete
+MOST_BYTES = 255  # of a name on most file systems
 STEP = re.compile(r"step-(\d+)")
 LOCK_TIMEOUT = 150.0  # seconds to wait for a lock: orphaned workers have ended before that
 
@@ -49,8 +51,14 @@ class RunLocation:
     )
 
     def __post_init__(self) -> None:
-        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
-            raise ConfigError(f"--name must be the name of one folder in {self.out}, found {self.name!r}; see --out")
+        if self.name is None:
+            return
+        is_one = self.name not in ("", ".", "..") and Path(self.name).name == self.name and "\0" not in self.name
+        if not is_one or len(os.fsencode(self.name)) > MOST_BYTES:
+            raise ConfigError(
+                f"--name must be the name of one folder in {self.out}, of at most {MOST_BYTES} bytes, found "
+                f"{clipped(repr(self.name))}; see --out"
+            )
 
     @property
     def folder(self) -> Path:

@@ -84,9 +84,10 @@ def run(config: TrainConfig, before: TrainConfig | None, location: RunLocation) 
     step = position["step"]
     if step > config.training.steps:
         raise ConfigError(f"{checkpoint} is already at step {step}: increase --steps to train further")
+    warning = ""
     with group.raised_on_all_ranks():
         if group.is_rank0:
-            _prepare_folder(folder, checkpoint, step, config)
+            warning = _prepare_folder(folder, checkpoint, step, config)
 
     log = RunLog(
         folder, config.training.steps, step, is_rank0=group.is_rank0, tensorboard=config.evaluation.tensorboard
@@ -98,7 +99,7 @@ def run(config: TrainConfig, before: TrainConfig | None, location: RunLocation) 
     training = loop.Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
     final, sample = None, b""
     with log:
-        _announce(training, position, checkpoint)
+        _announce(training, position, checkpoint, warning)
         training.train()
         if training.stop_code:
             advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
@@ -159,16 +160,20 @@ def _claim(
     return checkpoint, folder
 
 
-def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: TrainConfig) -> None:
-    """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only."""
+def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: TrainConfig) -> str:
+    """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only.
+
+    Returns:
+        A warning about earlier steps; empty if there is none.
+    """
     (folder / run_folder.ERROR).unlink(missing_ok=True)  # of an earlier part of this run
     run_folder.remove_incomplete(folder / run_folder.CHECKPOINTS)
     source = run_folder.run_of(checkpoint) if checkpoint else folder
     run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())  # first: of the records, see `check`
-    copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.training.steps)
+    return copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.training.steps)
 
 
-def _announce(training: loop.Run, position: dict[str, Any], checkpoint: Path | None) -> None:
+def _announce(training: loop.Run, position: dict[str, Any], checkpoint: Path | None, warning: str) -> None:
     """Say what is trained on what, and what a user should know about it."""
     config, corpus, say = training.config, training.corpus, training.log.say
     say(
@@ -179,7 +184,7 @@ def _announce(training: loop.Run, position: dict[str, Any], checkpoint: Path | N
     )
     if checkpoint is not None:
         say(f"resumed from step {training.step} ({checkpoint})")
-    for note in corpus.notes:
+    for note in [*([warning] if warning else []), *corpus.notes]:
         say(f"note: {note}")
     if position.get("data_sha256", "") not in ("", corpus.sha256):
         say(

@@ -25,6 +25,7 @@ from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, ITEM_SIZES, FileE
 from fullshard.checkpoint.format.index_json import checksum
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
+from fullshard.messages import clipped
 
 __all__ = ["CHECKSUMS", "DataEntry", "Directory", "dtype_name", "dtype_of", "read_directory", "write_entries"]
 
@@ -182,7 +183,7 @@ def read_directory(stream: IO[bytes], where: str, name: str, file: FileEntry, bl
     try:
         entries = _parsed_header(header, file.length)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise _corrupted(where, f"invalid header ({error})") from None
+        raise _corrupted(where, f"invalid header ({clipped(error)})") from None
     _, table = entries.pop(CHECKSUMS, (None, None))
     if table is None or table[1] != file.length:
         raise _corrupted(where, f"the header does not end with {CHECKSUMS}")

@@ -19,6 +19,7 @@ from fullshard.errors import CheckpointError
 
 __all__ = ["FileVersion", "Folder"]
 
+_LARGEST_INDEX = 1 << 31  # bytes
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
@@ -105,9 +106,25 @@ class Folder:
 
     @contextlib.contextmanager
     def read(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for reading."""
+        """Open a file for reading. A local one must be a regular file: others may block, or never end."""
+        if self.is_local and self.exists(name) and not os.path.isfile(self._full(name)):
+            raise CheckpointError(f"{self.where(name)} cannot be read: expected a regular file, found another kind")
         with self._errors_with_path("be read", name), self._files.create_stream(self._full(name), "rb") as stream:
             yield cast(IO[bytes], stream)
+
+    def read_index(self, name: str) -> bytes:
+        """Return the contents of an index, which is read as a whole.
+
+        Raises:
+            CheckpointError: If it cannot be read, or is larger than any index.
+        """
+        with self.read(name) as stream:
+            if self.length(name) > _LARGEST_INDEX:
+                raise CheckpointError(
+                    f"{self.where(name)} has {self.length(name)} bytes, expected an index of at most {_LARGEST_INDEX}: "
+                    "use another checkpoint"
+                )
+            return stream.read()
 
     @contextlib.contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:

@@ -24,6 +24,7 @@ import numpy as np
 from fullshard.checkpoint.format.region_table import Numbers, RegionTable, shape_columns
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
+from fullshard.messages import clipped
 
 __all__ = [
     "BLOCK",
@@ -197,7 +198,7 @@ class Index:
             self._check_place(key, region, place)
 
     def _wrong(self, key: str, found: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key}: found {found}; {_DAMAGED}")
+        return CheckpointError(f"{self.where}: {clipped(key)}: found {clipped(found)}; {_DAMAGED}")
 
     def _check_regions(self) -> None:
         """Raise unless shards are in order, by which they are found, and make up every tensor."""

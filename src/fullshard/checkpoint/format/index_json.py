@@ -14,6 +14,7 @@ from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, 
 from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, unpack_columns
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
+from fullshard.messages import clipped
 
 __all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
 
@@ -23,6 +24,7 @@ VERSION = 2
 _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file with zeros in its place.
 _FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
+_FEW_ROWS, _MOST_SHARDS = 1 << 18, 64  # in all, and of each tensor in each file: compressed rows may fill the memory
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -124,11 +126,13 @@ class _IndexParser:
         places = None if version > 1 else self._places_1(tensors, rows, stored)
         try:
             if places is None:
-                numbers, regions = self._columns(fields.get("shards"))
+                most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
+                dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
+                numbers, regions = self._columns(fields.get("shards"), 16 * (1 + dims) * most)
             else:
                 regions, numbers = table_of(tensors, self.files, places)
         except ValueError as error:
-            self._refuse(str(error) if places is not None else f"shards: found {error}")
+            self._refuse(clipped(error) if places is not None else f"shards: found {error}")
         return Index(
             where=self.where,
             tensors=tensors,
@@ -143,9 +147,9 @@ class _IndexParser:
             places=places,
         )
 
-    def _columns(self, found: Any) -> tuple[Numbers, RegionTable]:
+    def _columns(self, found: Any, most: int) -> tuple[Numbers, RegionTable]:
         """Return file numbers and regions of all shards; ValueError if they are no such columns."""
-        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True))
+        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True), most)
         return columns[0], RegionTable.from_columns(columns[1:])
 
     def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
@@ -217,7 +221,7 @@ class _IndexParser:
         return found
 
     def _wrong(self, key: str, found: str) -> NoReturn:
-        self._refuse(f"{key}: found {found}")
+        self._refuse(f"{clipped(key)}: found {clipped(found)}")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.where}: {problem}. The file is corrupted: use another checkpoint")

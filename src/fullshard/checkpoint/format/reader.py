@@ -26,12 +26,13 @@ from fullshard.checkpoint.format.files import FileVersion, Folder
 from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, INDEX_FILE, ITEM_SIZES, FilePlace, Index
 from fullshard.checkpoint.format.index_json import checksum, from_json
-from fullshard.checkpoint.format.torch_format import METADATA_FILE, check_archive, decode_shard, read_metadata_file
+from fullshard.checkpoint.format.torch_format import METADATA_FILE, decode_shard, read_metadata
 from fullshard.checkpoint.format.values import from_bytes
 from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region, regions_of_range
 from fullshard.memory import host_buffer
+from fullshard.messages import clipped
 
 __all__ = ["CheckpointReader", "ShardRead", "open_reader"]
 
@@ -75,10 +76,9 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
     folder = Folder(path)
     for name in (INDEX_FILE, METADATA_FILE):
         if folder.exists(name):
-            with folder.read(name) as stream:
-                data = stream.read()
+            data = folder.read_index(name)
             own = name == INDEX_FILE
-            index = from_json(data, folder.where(name)) if own else read_metadata_file(folder)
+            index = from_json(data, folder.where(name)) if own else read_metadata(data, folder)
             return CheckpointReader(folder, index, checksum(data))
     names = folder.names()
     found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
@@ -125,7 +125,7 @@ class CheckpointReader:
             CheckpointError: If its checksum does not match, or it is not safe to read.
         """
         place = self._place(key, None, self.index.values[key])
-        return from_bytes(f"{self.folder.where(place.file)}: {key}", self._read_whole(key, place))
+        return from_bytes(f"{self.folder.where(place.file)}: {clipped(key)}", self._read_whole(key, place))
 
     def find(self, key: str, targets: Iterable[TensorShard]) -> list[ShardRead]:
         """Return the stored shards of a tensor that have elements of the targets' regions.
@@ -243,15 +243,15 @@ class CheckpointReader:
             entry = DataEntry.of_shard(key, tensor.dtype, tensor.shape, region)
         if entry.name not in self._directories[file]:
             raise CheckpointError(
-                f"{self.folder.where(file)}: {key}: not in this file, although the index says so; copy the file again, "
-                "or use another checkpoint"
+                f"{self.folder.where(file)}: {clipped(key)}: not in this file, although the index says so; copy the "
+                "file again, or use another checkpoint"
             )
         place, described = self._directories[file][entry.name]
         if region is not None and (described != entry.described or place.length != entry.nbytes):
             raise CheckpointError(
-                f"{self.folder.where(file)}: {key}: expected shard {region} of {entry.dtype}; found {described[0]} of "
-                f"shape {described[1]} in {place.length} bytes: this is not the file that the index describes; use "
-                "another checkpoint"
+                f"{self.folder.where(file)}: {clipped(key)}: expected shard {region} of {entry.dtype}; found "
+                f"{clipped(described[0])} of shape {clipped(described[1])} in {place.length} bytes: this is not the "
+                "file that the index describes; use another checkpoint"
             )
         return place
 
@@ -344,8 +344,6 @@ class CheckpointReader:
         if self.index.own_format:
             for begin in range(0, len(view), self.index.block):
                 self._compare(key, place, begin, checksum(view[begin : begin + self.index.block]))
-        else:
-            check_archive(self._where(key, place), data)
         return bytes(data)
 
     def _read_bytes(self, key: str, place: FilePlace, offset: int, view: memoryview) -> None:
@@ -357,10 +355,10 @@ class CheckpointReader:
                 count = stream.readinto(view[read:])  # type: ignore[attr-defined]
                 if not count:
                     end = place.start + offset + len(view)
-                    raise CheckpointError(f"{where}: {key}: the file ends before byte {end}; copy it again")
+                    raise CheckpointError(f"{where}: {clipped(key)}: the file ends before byte {end}; copy it again")
                 read += count
         except OSError as error:
-            raise CheckpointError(f"{where}: {key}: cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{where}: {clipped(key)}: cannot be read: {error.strerror or error}") from error
 
     def _compare(self, key: str, place: FilePlace, offset: int, found: bytes) -> None:
         """Compare the checksum of the block at byte ``offset`` of a shard or value."""
@@ -370,12 +368,12 @@ class CheckpointReader:
         first = place.start + offset
         end = min(first + self.index.block, place.start + place.length)
         raise CheckpointError(
-            f"{self.folder.where(place.file)}: {key}: checksum mismatch in bytes {first} to {end}; copy the file "
-            "again, or use another checkpoint"
+            f"{self.folder.where(place.file)}: {clipped(key)}: checksum mismatch in bytes {first} to {end}; copy the "
+            "file again, or use another checkpoint"
         )
 
     def _where(self, key: str, place: FilePlace) -> str:
-        return f"{self.folder.where(place.file)}: {key}: bytes {place.start} to {place.start + place.length}"
+        return f"{self.folder.where(place.file)}: {clipped(key)}: bytes {place.start} to {place.start + place.length}"
 
     def _file(self, name: str) -> IO[bytes]:
         if self._stream is None or self._stream[0] != name:

@@ -25,7 +25,7 @@ __all__ = ["Flags", "Numbers", "RegionTable", "first_overlap", "pack_columns", "
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _FAST = 1  # of zlib: differences are mostly zeros, and any level finds them
-_LARGEST = 1 << 33  # bytes of columns that are unpacked: a damaged index must not fill the memory
+_LARGEST = 1 << 33  # bytes of columns that are unpacked
 
 
 def pack_columns(columns: Sequence[Numbers]) -> bytes:
@@ -35,8 +35,12 @@ def pack_columns(columns: Sequence[Numbers]) -> bytes:
     return bytes([len(columns)]) + zlib.compress(rows.tobytes(), _FAST)
 
 
-def unpack_columns(data: bytes) -> Numbers:
+def unpack_columns(data: bytes, most: int = _LARGEST) -> Numbers:
     """Deserialize columns; one row of the result per column.
+
+    Args:
+        data: The columns, of which a few bytes may unpack to a thousand times as many.
+        most: The number of bytes that are unpacked at most.
 
     Raises:
         ValueError: If these are no columns.
@@ -45,11 +49,11 @@ def unpack_columns(data: bytes) -> Numbers:
         raise ValueError("no columns")
     stream = zlib.decompressobj()
     try:
-        plain = stream.decompress(data[1:], _LARGEST)
+        plain = stream.decompress(data[1:], most)
     except zlib.error as error:
         raise ValueError(f"columns that cannot be decompressed ({error})") from error
     if not stream.eof or len(plain) % (8 * data[0]):
-        raise ValueError(f"columns that are incomplete or too large ({len(plain)} bytes)")
+        raise ValueError(f"columns that are incomplete, or larger than {most} bytes ({len(plain)} bytes)")
     differences = np.frombuffer(plain, dtype="<i8").astype(np.int64, copy=False).reshape(data[0], -1)
     return differences.cumsum(axis=1, dtype=np.int64)
 

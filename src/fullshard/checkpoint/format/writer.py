@@ -4,10 +4,11 @@
 A save is atomic. Each rank writes a new data file beside those of the existing checkpoint; then the coordinator writes
 a new index under a temporary name and renames it to ``fullshard.json``, which commits the save and replaces the
 previous checkpoint. Only then are data files removed that the index does not name: those of the previous save, and of
-ones that failed or were killed. Everything is flushed to disk before the step that relies on it. So whenever the
-process or the machine crashes, the folder holds a complete checkpoint, the old or the new one. Object stores have no
-atomic rename (they copy and remove), but readers still see the old index or the new one, since objects are written
-atomically.
+ones that were killed. A save that fails on one rank is undone by all, unless it may have been committed, and begins by
+removing old files of killed ones, so that these do not fill the disk. Everything is flushed to disk before the step
+that relies on it. So whenever the process or the machine crashes, the folder holds a complete checkpoint, the old or
+the new one. Object stores have no atomic rename (they copy and remove), but readers still see the old index or the new
+one, since objects are written atomically.
 
 The alternative, a new folder for every save and a link to the last, needs links, which object stores and Windows lack,
 or leaves it to users to find the last complete folder.
@@ -39,6 +40,7 @@ from fullshard.errors import CheckpointError
 __all__ = ["index_of", "write_checkpoint"]
 
 _LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for a file: a network file system may show it late
+_ORPHAN_S = 7200.0  # since the last change of a file, longer than ranks wait for each other
 _TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
 
 
@@ -81,12 +83,14 @@ def write_checkpoint(
     Raises:
         CheckpointError: On all ranks, if shards do not cover every tensor, or one of the ranks cannot write.
     """
-    save, plans = uuid.uuid4().hex[:12], list[WritePlan]()
+    save, plans, begun = uuid.uuid4().hex[:12], list[WritePlan](), list[str]()
 
     def take_inventory() -> RankInventory:
         wait()
         _check_dtypes(entries)
         folder.create()
+        if ranks.rank == 0:
+            _remove_orphans(folder)
         return RankInventory.of(entries, with_table=not same_tensors or ranks.rank == 0)
 
     def assign(inventories: Sequence[RankInventory]) -> list[_WriteAssignment]:
@@ -101,10 +105,15 @@ def write_checkpoint(
 
     def commit(files: Sequence[FileEntry | None]) -> list[None]:
         named = {data_file(save, rank): file for rank, file in enumerate(files) if file is not None}
-        _commit(folder, index_of(folder.where(INDEX_FILE), plans[0], named, aliases, about, save))
+        _commit(folder, index_of(folder.where(INDEX_FILE), plans[0], named, aliases, about, save), begun)
         return [None] * len(files)
 
-    ranks.decide(lambda: _write_data_file(folder, entries, assignment, ranks.rank), commit)
+    ranks.decide(
+        lambda: _write_data_file(folder, entries, assignment, ranks.rank),
+        commit,
+        has_effect=lambda: bool(begun),
+        undo=lambda: _remove_quietly(folder, data_file(assignment.save, ranks.rank)),
+    )
 
 
 def _check_dtypes(entries: Mapping[str, TensorShards | bytes]) -> None:
@@ -123,13 +132,8 @@ def _write_data_file(
     found = list(_assigned(entries, assignment))
     if not found:
         return None
-    name = data_file(assignment.save, rank)
-    try:
-        with folder.write(name) as stream:
-            written = write_entries(stream, found)
-    except BaseException:
-        _remove_quietly(folder, name)
-        raise
+    with folder.write(data_file(assignment.save, rank)) as stream:
+        written = write_entries(stream, found)
     folder.sync()
     return written
 
@@ -186,22 +190,46 @@ def index_of(
     )
 
 
-def _commit(folder: Folder, index: Index) -> None:
-    """Replace the checkpoint by the one that the index describes, and remove the files of the old one."""
+def _commit(folder: Folder, index: Index, begun: list[str]) -> None:
+    """Replace the checkpoint by the one that the index describes, and remove the files of the old one.
+
+    Args:
+        folder: The folder.
+        index: The index of the new checkpoint.
+        begun: Receives the name of the save before it may count: an error after that leaves its files.
+    """
     temporary = f"{INDEX_FILE}.{index.save}.tmp"
     _check_files(folder, index)
     try:
         with folder.write(temporary) as stream:
             stream.write(to_json(index))
+        begun.append(index.save)
         folder.replace(INDEX_FILE, by=temporary)
     except BaseException:
         _remove_quietly(folder, temporary)
         raise
     folder.sync()
     with contextlib.suppress(CheckpointError, OSError):  # the save is committed: what stays is removed by the next one
-        for name in folder.names():
-            old = DATA_FILE.fullmatch(name) is not None and name not in index.files
-            if old or (_TEMPORARY.fullmatch(name) is not None):
+        for name in _files_of_saves(folder):
+            if name not in index.files:
+                _remove_quietly(folder, name)
+
+
+def _files_of_saves(folder: Folder) -> list[str]:
+    """Return the names of all files in the folder that only a save makes, but for the index."""
+    return [name for name in folder.names() if DATA_FILE.fullmatch(name) or _TEMPORARY.fullmatch(name)]
+
+
+def _remove_orphans(folder: Folder) -> None:
+    """Remove files of saves that were killed, so that they do not fill the disk until a save succeeds.
+
+    They are in no index, and old: younger ones may be those of a save that runs. Behind a URL, ages are not known.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
+        index = folder.read_index(INDEX_FILE) if folder.exists(INDEX_FILE) else b""
+        for name in _files_of_saves(folder):
+            version = None if name.encode() in index else folder.version(name)
+            if version is not None and time.time() - version[3] / 1e9 > _ORPHAN_S:
                 _remove_quietly(folder, name)
 
 

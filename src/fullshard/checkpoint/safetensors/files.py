@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fullshard.errors import CheckpointError
+from fullshard.messages import clipped
 
 __all__ = [
     "INDEX_NAME",
@@ -134,12 +135,14 @@ def read_header(path: Path) -> WeightFiles:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: not a safetensors file, or truncated, still being written or corrupted: {error}"
+            f"{path}: not a safetensors file, or truncated, still being written or corrupted: {clipped(error)}"
         ) from error
     tensors = {}
     for name, (dtype, shape) in kinds.items():  # in the order of the file, which has no gaps
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {name!r} has the dtype {dtype!r}, which is not supported")
+            raise CheckpointError(
+                f"{path}: tensor {clipped(repr(name))} has the dtype {clipped(repr(dtype))}, which is not supported"
+            )
         place = FileTensor(_DTYPES[dtype], shape, start)
         tensors[name] = path, place
         start += place.nbytes
@@ -202,7 +205,8 @@ def read_index(path: Path) -> dict[str, str]:
         # A plain name: an untrusted index must not select files outside of its folder.
         if file_name in ("", ".", "..") or "\0" in file_name or set(file_name) & {"/", "\\"}:
             raise CheckpointError(
-                f"{path}: expected the name of a file in the same folder for tensor {name!r}, found {file_name!r}"
+                f"{path}: expected the name of a file in the same folder for tensor "
+                f"{clipped(repr(name))}, found {clipped(repr(file_name))}"
             )
     return places
 
@@ -283,4 +287,4 @@ def shortened(items: Iterable[str]) -> str:
     """Return a list of the first items and how many more there are."""
     every = list(items)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more
+    return ", ".join(map(clipped, every[:_SHOWN])) + more

@@ -231,6 +231,16 @@ class Bucket:
             PROGRESS.layouts[self._name.layout] = text
         return self._name
 
+    def described(self, unit: str) -> str:
+        """What all ranks have to have alike, a line for each parameter: its cuts and dtypes, and whether it trains."""
+        lines = PROGRESS.layouts[self.launch_name(unit).layout].split("\n")
+        if torch.is_grad_enabled():  # else it does not matter
+            lines = [
+                f"{'trained' if parameter.requires_grad else 'frozen'} {line}"
+                for line, parameter in zip(lines, self.parameters, strict=True)
+            ]
+        return "\n".join(lines)
+
     def prepare_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
         """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
 
