@@ -99,7 +99,7 @@ class LaunchLog:
     """The launches of one process group, in their order, which has to be the same on all its ranks."""
 
     group: weakref.ref[Any]
-    name: str  # of the group
+    name: str  # of the group, and its ranks: programs may give one name to several groups
     ranks: list[int]  # global ones of the group
     index: int  # of the group, in the order in which groups were first used
     count: int  # of launches so far
@@ -114,10 +114,8 @@ class LaunchLog:
 
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
-        self.name, self.ranks = (
-            str(group.group_name),
-            sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ())),
-        )
+        self.ranks = sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
+        self.name = f"{group.group_name}-{zlib.crc32(repr(self.ranks).encode()):08x}"
         self.began, self._stepped_at = 0, -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
         self._named, self._codes = Counter(), {}

@@ -774,6 +774,9 @@ def _compare_units(units: list[Unit]) -> None:
     """Raise on all ranks of a group that have other parameters in their units, before they launch anything."""
     of_groups: dict[dist.ProcessGroup, dict[str, str]] = {}
     for unit in units if PROGRESS.watchdog is not None else ():
+        if unit.compared:
+            continue
+        unit.compared = True
         described = "\n".join(bucket.described(unit.name) for bucket in unit.buckets)
         for group in data_parallel_groups(unit.mesh):
             of_groups.setdefault(group, {})[unit.name] = described

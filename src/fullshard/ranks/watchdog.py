@@ -36,6 +36,7 @@ import linecache
 import logging
 import os
 import pickle
+import platform
 import re
 import sys
 import sysconfig
@@ -81,6 +82,7 @@ _DIGESTS_SHOWN = 4
 _UNITS_REPORTED = 1000
 _PARAMETERS_REPORTED = 200  # of a unit
 _COLLECTIVES_REPORTED = 64  # of a group
+_RANKS_COMPARED = 64  # as a process ends
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -215,19 +217,23 @@ class Watchdog:
         Raises:
             FullshardError: On all ranks of the group, though on the others only when they wait for this one.
         """
-        names = f"{group.group_name}/{digest_of(sorted(units)).hex()}"
+        log, store = PROGRESS.log_of(group), self._store.keys
+        names = f"{log.name}/{digest_of(sorted(units)).hex()}"
         self._compared[names] += 1
         key, text = f"units/{names}/{self._compared[names]}", json.dumps(units)
         own = f"{digest_of(text).hex()} {self._rank}"
-        first = self._store.keys.compare_set(key, "", own).decode()
-        if first == own:
-            self._store.keys.set(f"{key}/text", text)
-        elif first.split()[0] != own.split()[0]:
-            rank = int(first.split()[1])
-            told = explain_units({rank: json.loads(self._store.keys.get(f"{key}/text")), self._rank: units})
-            ranks = dist.get_process_group_ranks(group)
-            self._store.keys.compare_set("failure", "", json.dumps({"message": told, "ranks": ranks, "kind": "units"}))
-            raise FullshardError(told)
+        try:
+            first = store.compare_set(key, "", own).decode()
+            if first == own:
+                store.set(f"{key}/text", text)
+            if first.split()[0] == own.split()[0]:
+                return
+            told = explain_units({int(first.split()[1]): json.loads(store.get(f"{key}/text")), self._rank: units})
+            store.compare_set("failure", "", json.dumps({"message": told, "ranks": log.ranks, "kind": "units"}))
+        except (dist.DistError, OSError) as error:
+            _logger.warning("rank %d has not compared its parameters with other ranks': %s", self._rank, error)
+            return
+        raise FullshardError(told)
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return which of ``ranks`` will not come, as they have ended, and what is known of each."""
@@ -278,14 +284,17 @@ class Watchdog:
             now, before = time.monotonic(), woken
             woken, silent_s = now, now - self._looked
             # After a pause of this process the other thread may not have had its turn yet.
-            if silent_s < 2 * _QUIET_S + self._poll_s or now - before > _QUIET_S or self._since_stuck() is None:
+            if silent_s < 2 * _QUIET_S + self._poll_s or now - before > _QUIET_S:
+                continue
+            is_stuck = self._since_stuck() is not None
+            if not is_stuck and not self._is_in_collective():
                 continue
             told = (
                 f"the store of the process groups has not answered for {silent_s:.0f} s; the process that has it (rank "
                 "0 or the launcher) is stopped, or its machine cannot be reached from this one"
             )
-            if silent_s > self.lost_s:
-                self._fail(f"{_ENDS}{told}. Now:\n  {_place()}, on this rank")
+            if is_stuck and silent_s > self.lost_s:
+                self._fail(f"{_ENDS}{told}\nNow:\n  waits for collectives in {_place()} on rank {self._rank}")
                 return
             if now - warned > 2 * _QUIET_S:
                 warned = now + _WARN_AGAIN_S
@@ -411,6 +420,8 @@ class Watchdog:
     def _state_of(self, beat: _Beat, reports: Mapping[int, Report]) -> str:
         """Return the state of the process that has given a sign of life; empty if no rank can look for it."""
         where, number, start = beat.process
+        if not where:
+            return ""
         if where == self._process[0]:
             return _state_of_process(number, start)
         for rank, report in reports.items():
@@ -521,16 +532,16 @@ class Watchdog:
         if self._has_ended:
             return
         self._has_ended = True
-        self._beat, report = self._beat + 1, self._last_report(told)
         with contextlib.suppress(RuntimeError, OSError):
+            self._beat, report = self._beat + 1, self._last_report(told)
             self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
             self._write_beat(ended=True)
             for log in () if self.failed.is_set() else _logs(destroyed=True):
                 digest = str(log.digest)
                 if self._store.keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
-                    self._tell_difference(log.ranks)
+                    self._tell_difference({*log.ranks[:_RANKS_COMPARED], self._rank})
 
-    def _tell_difference(self, ranks: Sequence[int]) -> None:
+    def _tell_difference(self, ranks: Iterable[int]) -> None:
         found = {rank: self._read(f"report/{rank}") for rank in ranks}
         reports = {rank: Report.from_json(each[1]) for rank, each in found.items() if each}
         verdict = judge(reports, {}, mismatch="differ")
@@ -584,7 +595,7 @@ class _Beat(NamedTuple):
     number: int
     place: str
     digests: dict[str, list[tuple[int, int, int]]]  # as ``LaunchLog.snapshots``, by the name of the group
-    process: Sequence[Any]  # where it can be looked for (empty: nowhere), its number, and when it was started
+    process: Sequence[Any]  # where and by whom it can be looked for (empty: nowhere), its number, and time of start
     ended: bool = False  # it has written a report, and launches nothing more
     unwatched: str = ""  # why there will be no further sign
 
@@ -597,7 +608,8 @@ def _this_process() -> tuple[str, int, int]:
     number = os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}", number, _stat(number)[1]
+        where = f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        return where, number, _stat(number)[1]
     except (OSError, ValueError):  # another kind of system, or no /proc
         return "", number, 0
 
