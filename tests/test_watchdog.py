@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -658,7 +659,7 @@ JOIN = """
 import datetime, sys, time, torch, torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 def join(store, rank):  # as OpenRLHF and verl do
-    store, limit = PrefixStore("sync", store), datetime.timedelta(seconds=60)
+    store, limit = PrefixStore("sync", store), datetime.timedelta(minutes=2)
     group, _ = _new_process_group_helper(2, rank, [], "gloo", store, group_name="sync", timeout=limit)
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group
@@ -673,14 +674,17 @@ dist.broadcast(torch.zeros(4), 0, group=group)
 
 def weights_to_an_engine(rank: Rank, shard: Any) -> None:
     """A rank sends weights to a process outside of the world, which takes its time; ranks 0 and 1 of their group."""
-    model = shard(Net())
-    step_of(model)
+    model, started = shard(Net()), dist.distributed_c10d._get_default_store()
     if rank.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(store.port)])
         names: dict[str, Any] = {}
         exec(JOIN, names)
         group = names["join"](store, 0)
+        started.set("engine", "started")
+    started.wait(["engine"], timedelta(minutes=2))
+    step_of(model)
+    if rank.rank == 0:
         dist.broadcast(torch.ones(4), 0, group=group)
         assert engine.wait() == 0
     step_of(model)
