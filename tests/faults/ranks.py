@@ -89,8 +89,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "ranks/watchdog.py",
-        "if state == _GONE or (state != _RUNS and",
-        "if state == _GONE or (",
+        "if state == GONE or (state != RUNS and",
+        "if state == GONE or (",
         "A run is ended because a process holds Python's lock for long.",
         ("test_watchdog.py",),
     ),

@@ -111,11 +111,11 @@ class Report:
         error: The exception that it raised.
         caught: One that it raised in its last steps, after which it went on.
         waits_for: Name of the group, and number of the launch that it waits for.
-        processes: Processes of its user on its machine: number, time of start, and state.
         order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
         collectives: Collectives by name of the group.
         layouts: How the parameters of their units are cut and sent, by ``Launch.layouts``.
+        locks: Those of processes on its machine, and their states, as of ``ranks/liveness.py``.
     """
 
     state: str
@@ -126,11 +126,11 @@ class Report:
     error: str | None = None
     caught: str | None = None
     waits_for: tuple[str, int] | None = None
-    processes: Sequence[tuple[int, int, str]] = ()
     order: Sequence[str] = ()
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
     collectives: Mapping[str, Collectives] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
+    locks: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON can hold."""
@@ -147,7 +147,6 @@ class Report:
             for name, each in value["groups"].items()
         }
         found["collectives"] = {name: Collectives(**each) for name, each in value["collectives"].items()}
-        found["processes"] = [tuple(each) for each in value["processes"]]
         return cls(**{**value, **found})
 
     @property

@@ -8,10 +8,10 @@ are stuck, at most a few of them, compare the reports (see [Note: Why ranks are 
 them proposes the *failure*, which is the same for all. Every rank then aborts its collectives, so that what waits for
 them raises, and the training thread raises the failure instead of the error of the back end, or at its next collective.
 
-It ends a run only on what it knows. A rank that gives no sign of life is looked for: a rank on its machine, in the same
-namespace of processes, sees whether its process is there. If it is gone, the rank is lost; if it is there, as in a
-function that holds Python's lock, it is slow. Where nobody can look, as after a network has failed, or if the process
-is stopped, it is waited for, for a minute. Time is measured by the clock of the rank that reads.
+It ends a run only on what it knows. A rank that gives no sign of life is looked for: any rank on its machine sees
+whether its process still holds its lock. If not, the rank is lost; if it does, as in a function that holds Python's own
+lock, it is slow. Where nobody can look, as after a network has failed, or if the process is stopped, it is waited for,
+for a minute. Time is measured by the clock of the rank that reads.
 
 Ranks may also launch different collectives that match by their sizes, or cut parameters differently, so that none is
 stuck and results are wrong. So signs of life have digests of the launches, which are compared, and once more when
@@ -36,14 +36,13 @@ import linecache
 import logging
 import os
 import pickle
-import platform
 import re
 import sys
 import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -60,6 +59,7 @@ from fullshard.memory import communicates
 from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, write_crash
+from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
 from fullshard.ranks.order import explain_units
 from fullshard.ranks.store import GroupStore, seconds_from
 from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, judge
@@ -138,7 +138,8 @@ class Watchdog:
     _store: GroupStore
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
-    _process: tuple[str, int, int]  # this one, as ``_Beat.process``
+    _process: int  # this one
+    _lock: str  # that it holds
     _training: int  # the thread that trains
     _poll_s: float
     _beat: int
@@ -162,7 +163,7 @@ class Watchdog:
         self._world, self._rank = world, world.rank()
         self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
         self._has_server = _has_server(dist.distributed_c10d._get_default_store())
-        self._process, self._training = _this_process(), threading.get_ident()
+        self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
         self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
@@ -185,6 +186,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread."""
         self._join()
+        release_lock(self._lock)
         atexit.unregister(self._exit)
 
     def watches(self, world: dist.ProcessGroup | None) -> bool:
@@ -242,7 +244,7 @@ class Watchdog:
             beat = self._beat_of(rank)
             if beat.ended:
                 found[rank] = f"its process has ended; it was in {beat.place}"
-            elif self._state_of(beat, {}) == _GONE:
+            elif self._state_of(beat, {}) == GONE:
                 found[rank] = f"its process is gone; it was last seen in {beat.place}"
         return found
 
@@ -366,11 +368,11 @@ class Watchdog:
         lost: dict[int, str] = {}
         for rank, beat in quiet.items():
             silent_s, state = now - self._beats[rank][1], self._state_of(beat, reports)
-            does = {_GONE: "its process is gone", _RUNS: "its process runs", _STOPPED: "its process is stopped"}
+            does = {GONE: "its process is gone", RUNS: "its process runs", STOPPED: "its process is stopped"}
             told = (
                 beat.unwatched or f"{does.get(state, 'its machine cannot be reached')}, no answer for {silent_s:.0f} s"
             )
-            if state == _GONE or (state != _RUNS and silent_s > self.lost_s and not beat.unwatched):
+            if state == GONE or (state != RUNS and silent_s > self.lost_s and not beat.unwatched):
                 lost[rank] = f"{told}; it was last seen in {beat.place}"
             else:
                 reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
@@ -410,24 +412,17 @@ class Watchdog:
         return ""
 
     def _beat_of(self, rank: int) -> _Beat:
-        return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {}, ("", 0, 0))))
+        return _Beat(*(self._read(f"beat/{rank}") or (-1, "", {}, "")))
 
     def _write_beat(self, *, ended: bool = False, unwatched: str = "") -> None:
         digests = {log.name: list(log.snapshots)[-_DIGESTS_SHOWN:] for log in _logs()}
-        beat = _Beat(self._beat, _place(), digests, self._process, ended, unwatched)
+        beat = _Beat(self._beat, _place(), digests, self._lock, ended, unwatched)
         self._store.keys.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _state_of(self, beat: _Beat, reports: Mapping[int, Report]) -> str:
         """Return the state of the process that has given a sign of life; empty if no rank can look for it."""
-        where, number, start = beat.process
-        if not where:
-            return ""
-        if where == self._process[0]:
-            return _state_of_process(number, start)
-        for rank, report in reports.items():
-            if report.processes and self._beat_of(rank).process[0] == where:
-                return next((each[2] for each in report.processes if tuple(each[:2]) == (number, start)), _GONE)
-        return ""
+        seen = (report.locks.get(beat.lock, "") for report in reports.values())
+        return state_of(beat.lock) or next(filter(None, seen), "")
 
     def _warn(self, verdict: Verdict, now: float) -> None:
         about = f"{verdict.kind} {verdict.culprits}"
@@ -448,7 +443,7 @@ class Watchdog:
             place=place,
             caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
             waits_for=(named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None,
-            processes=list(_processes()),
+            locks={lock: state_of(lock) for lock in locks_seen()},
             order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
             collectives=collectives,
@@ -515,7 +510,7 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Say that the process ends, and by which exception."""
-        if os.getpid() != self._process[1]:
+        if os.getpid() != self._process:
             return  # a child of it, which has no such thread
         self._join()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -526,6 +521,7 @@ class Watchdog:
             self._write_crash(self._last_report(told), None)
             _logger.error("rank %d: `fullshard inspect %s` shows its last events", self._rank, crash_folder())
         self._say_last_word(told or PROGRESS.raised)
+        release_lock(self._lock)
 
     def _say_last_word(self, told: str | None) -> None:
         """Tell that this rank will launch nothing more, and compare all that it has launched."""
@@ -595,47 +591,9 @@ class _Beat(NamedTuple):
     number: int
     place: str
     digests: dict[str, list[tuple[int, int, int]]]  # as ``LaunchLog.snapshots``, by the name of the group
-    process: Sequence[Any]  # where and by whom it can be looked for (empty: nowhere), its number, and time of start
+    lock: str  # that its process holds, see ``ranks/liveness.py``
     ended: bool = False  # it has written a report, and launches nothing more
     unwatched: str = ""  # why there will be no further sign
-
-
-_GONE, _RUNS, _STOPPED = "gone", "runs", "stopped"
-
-
-def _this_process() -> tuple[str, int, int]:
-    """Return this process as signs of life have it."""
-    number = os.getpid()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        where = f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-        return where, number, _stat(number)[1]
-    except (OSError, ValueError):  # another kind of system, or no /proc
-        return "", number, 0
-
-
-def _stat(process: int) -> tuple[str, int]:
-    """Return the state of a process, and when it was started, in ticks since the start of its machine."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return {"Z": _GONE, "X": _GONE, "T": _STOPPED, "t": _STOPPED}.get(fields[0], _RUNS), int(fields[19])
-
-
-def _state_of_process(number: int, start: int) -> str:
-    try:
-        state, started = _stat(number)
-    except (OSError, ValueError):
-        return _GONE
-    return state if started == start else _GONE
-
-
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield the processes of this user that can be seen: their numbers, when they were started, and their states."""
-    user = os.getuid()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if path.stat().st_uid == user:
-                state, start = _stat(int(path.name))
-                yield int(path.name), start, state
 
 
 def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tuple[str, int, str] | None]:
