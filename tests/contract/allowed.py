@@ -187,6 +187,19 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda d: _wrapper(d) and (d.theirs == "a view that cannot be read" or d.theirs == "freed"),
     ),
     Allowed(
+        "flat parameters after an evaluation",
+        "`use_orig_params=False` with `SHARD_GRAD_OP`: values written to a flat parameter after an evaluation",
+        "the next forward computes with what was written, and so does not show what was all-gathered before",
+        "wrapper False, SHARD_GRAD_OP",
+        lambda d: (
+            _wrapper(d)
+            and "'use_orig_params': False" in d.operations
+            and not d.in_backward
+            and (d.what, d.theirs, d.ours) == ("form", "whole", "part")
+            and _inside(d)
+        ),
+    ),
+    Allowed(
         "prefetched units of a wrapper",
         "parameters of a unit that is prefetched in backward",
         "what a module holds does not depend on what is prefetched",

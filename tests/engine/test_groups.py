@@ -483,3 +483,38 @@ def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
         one.blocks[0].up = nn.Identity()
         one.blocks[0].down = nn.Identity()
     assert_trains_alike(model, reference, rank, loss_at, steps=2)
+
+
+class Toggled(Pairs):
+    """While block ``number`` runs a first time, the parameters that it holds then are frozen."""
+
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks[:4]):
+            if index == self.number:
+                held = list(block.parameters())
+                block.requires_grad_(False)
+                with torch.no_grad():
+                    frozen = block(x)
+                for parameter in held:
+                    parameter.requires_grad_(True)
+                x = x + frozen
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_flags_of_the_objects_that_were_held_before(rank: Rank, number: int, reshard: bool) -> None:
+    """Flags count on whichever object they are set: a sharded one, or an unsharded one of a group that was running."""
+    reference, model = Toggled(), Toggled()
+    for first in range(0, 10, 2):
+        fully_shard(list(model.blocks[first : first + 2]), mesh=rank.mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=rank.mesh)
+    for each in (reference, model):
+        each.number = number
+    both_backward(model, reference, rank, lambda m, r: m(batch(r, 0, 3, WIDE)).square().mean())
+    assert model.blocks[number].up.weight.grad is not None
+    assert_same_gradients(model, reference)

@@ -661,3 +661,19 @@ def test_quantized_communication(rank: Rank) -> None:
         found = gradients[1][name]
         assert exact is not None and found is not None and not torch.equal(found, exact), name
         assert (found - exact).abs().max() < 0.05 * exact.abs().max(), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [True, False])
+def test_full_tensors_in_compiled_code(rank: Rank, trained: bool) -> None:
+    """A compiled function that reads all values sees them, and has their gradient."""
+    model, reference = sharded(rank)
+    compiled = torch.compile(lambda weight: weight.full_tensor() * 2, backend="aot_eager")
+    for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        ours.requires_grad_(trained)
+        for _ in range(2):
+            found = compiled(ours)
+            assert_equal(found.detach(), whole.detach() * 2, "read")
+        if trained:
+            found.square().sum().backward()
+            assert_equal(ours.grad.full_tensor(), whole.detach() * 8, "gradient")

@@ -227,3 +227,24 @@ def test_registered_method_gathers_and_reduces_like_forward(rank: Rank) -> None:
         assert not copied.encode(inputs()).any() and model.encode(inputs()).any()
     with pytest.raises(ValueError, match="expected the name of a method of Encoder, found 'decode'"):
         register_fsdp_forward_method(model, "decode")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loads", [False, True])
+def test_parameters_that_were_put_in_the_place_of_unsharded_ones(rank: Rank, loads: bool) -> None:
+    """State dicts have them sharded, as the next forward sees them, and they can be loaded into."""
+    model, other = sharded(rank), sharded(rank, seed=2)
+    for each in (model, other):
+        with torch.no_grad():
+            each(inputs())
+        assert not isinstance(each.up.weight, DTensor)
+        each.up.weight = nn.Parameter(torch.full((7, 6), 0.25))
+    if loads:
+        expected = {name: value.clone() for name, value in sharded(rank, seed=3).state_dict().items()}
+        model.load_state_dict(expected)
+    state = model.state_dict()
+    assert isinstance(state["up.weight"], DTensor) and isinstance(model.up.weight, DTensor)
+    if not loads:
+        assert_equal(state["up.weight"].full_tensor(), torch.full((7, 6), 0.25), "up.weight")
+    other.load_state_dict(state)
+    assert_equal(other.eval()(inputs()), model.eval()(inputs()), "output")

@@ -167,8 +167,9 @@ class _Drawing:
 
     def arguments(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
         block, none = self.choices.randrange(4), self.maybe(0.6)
-        drawn: dict[str, Any] = {
-            "train": {"steps": self.one(1, 2, 2), "to_none": none, "clip": self.one(0.0, 0.0, 0.05)},
+        steps = self.one(1, 2, 2)
+        drawn: dict[str, Any] = {  # rounding errors of fp16 would grow from step to step: both start anew after each
+            "train": {"steps": 1 if plan.front_end.fp16 else steps, "to_none": none, "clip": self.one(0.0, 0.0, 0.05)},
             "accumulate_gradients": {"times": self.one(1, 2)},
             "optimizer_step": {"to_none": none},
             "zero_gradients": {"to_none": none},
@@ -311,12 +312,14 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
             alone = chosen.unit and not (model.block_unit and number < 2)
             return alone and not model.tied_blocks and not lossy and not chosen.compiled
         return _has_flags(plan, number)
-    if name in ("fail", "add", "move", "out_of_memory"):
-        return not any(block.compiled for block in blocks)
     if name == "move" and arguments["to"] == "dtype" and any(block.kind == "dtypes" for block in blocks):
         return False  # optimizer state would have other dtypes than the parameters
-    if name == "replace":
-        return not front_end.flat
+    if name in ("fail", "add", "move", "out_of_memory"):
+        return not any(block.compiled for block in blocks)
+    if name == "replace":  # nobody knows of which matrix a new parameter is a 1-D part, before the next forward
+        return not front_end.flat and not (front_end.name == "wrapper" and plan.optimizer.name == "muon")
+    if name == "write" and arguments["after"] == "" and plan.optimizer.mode == "overlap":
+        return front_end.name != "wrapper"  # which has no reshard(): the step may have unsharded units
     if name == "write" and front_end.flat and arguments["after"] == "forward":
         return not front_end.strategy.endswith(("GRAD_OP", "ZERO2"))  # the flat parameter is written, not what is kept
     if name == "microbatches" and arguments["evaluates"] and "outside" in arguments:

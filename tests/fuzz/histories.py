@@ -82,10 +82,9 @@ class History(Operations):
 
     def new_optimizers(self) -> None:
         """Build them from the parameters that both models show now."""
-        plan = self.plan
         self.optimizers = (
-            optimizers(self.ours.model, plan.optimizer, plan.front_end, sharded=True),
-            optimizers(self.theirs.model, plan.optimizer, plan.front_end, sharded=False),
+            optimizers(self.ours.model, self.plan, sharded=True),
+            optimizers(self.theirs.model, self.plan, sharded=False),
         )
 
     # ---------------------------------------------------------------- running and comparing

@@ -34,6 +34,7 @@ class Loss:
         outside: How logits are computed after the forward: the head "called", or its weight "read", or "backwards":
             called, with a backward for each chunk. "": inside of it.
         dtype: Of inputs.
+        scale: By which the loss is multiplied; see ``HistoryPlan.loss_scale``.
     """
 
     plan: ModelPlan
@@ -45,6 +46,7 @@ class Loss:
     toggle: tuple[int, str] | None = None
     outside: str = ""
     dtype: torch.dtype = torch.float64
+    scale: float = 1.0
 
     @classmethod
     def of(cls, plan: HistoryPlan, operation: Operation) -> Loss:
@@ -52,7 +54,8 @@ class Loss:
         given: dict[str, Any] = operation.arguments
         names = ("run", "every", "inputs", "toggle", "outside")
         options = {name: given[name] for name in names if name in given}
-        return cls(plan.model, 1000 * plan.seed + operation.data, kind=given.get("loss", "square"), **options)
+        kind, seed = given.get("loss", "square"), 1000 * plan.seed + operation.data
+        return cls(plan.model, seed, kind=kind, scale=plan.loss_scale, **options)
 
     def batch(self, rank: int, number: int = 0) -> torch.Tensor:
         """The input of a rank, of the ``number``-th batch."""
@@ -80,7 +83,7 @@ class Loss:
             logits = linear(chunk, head.weight) if self.outside == "read" else head(chunk)
             logits = logits * hidden.shape[-1] ** -0.5
             if self.outside == "backwards":
-                _mean(logits).backward()
+                (self.scale * _mean(logits)).backward()
                 logits = logits.detach()
             found.append(logits)
         if self.outside == "backwards" and given.grad is not None:
@@ -92,7 +95,7 @@ class Loss:
         if self.kind == "jvp":
             return self._of_jvp(side, rank, number)
         x, *outputs = self.outputs(side, rank, number, inputs=self.inputs or self.kind in DOUBLE_BACKWARD)
-        loss = _sum(_mean(output) for output in outputs)
+        loss = self.scale * _sum(_mean(output) for output in outputs)
         if self.kind in DOUBLE_BACKWARD:
             total = _sum(torch.sin(output.double()).sum() for output in outputs)
             gradient = None

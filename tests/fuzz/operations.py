@@ -380,9 +380,10 @@ class Operations:
         self.ours.model.set_prefetch_bytes(budget)
 
     def reshard_after_forward(self, loss: Loss, /, enable: bool = True, **_: Any) -> None:
-        """Change the setting of all units below the root, whose weights losses read."""
+        """Change the setting of all units but the root and the head's, whose weights losses read."""
         for module in sharded_modules(self.ours.model):
-            if isinstance(module, FSDPModule) and module is not self.ours.model:
+            shows = module in (self.ours.model, self.ours.model.norm, self.ours.model.head)
+            if isinstance(module, FSDPModule) and not shows:
                 module.set_reshard_after_forward(enable, recurse=False)
 
     # ---------------------------------------------------------------- failures
@@ -416,8 +417,8 @@ class Operations:
             self.forward_only(loss)
         elif after:
             self.evaluate(loss)
-        elif self.plan.optimizer.mode == "overlap":
-            reshard_all(self.ours.model)
+        elif self.plan.optimizer.mode == "overlap" or self.plan.front_end.keep:
+            reshard_all(self.ours.model)  # units may be unsharded, and only steps are noticed
 
     def _block(self, side: Side, number: int) -> Any:
         blocks: Any = side.model.blocks

@@ -6,16 +6,15 @@ import torch
 from torch import nn
 
 from fullshard import optim
-from fuzz.plan import FrontEnd, OptimizerPlan
+from fuzz.plan import HistoryPlan
 
 # Adam divides gradients by their own size; a large eps keeps it from making rounding errors as large as a step.
 EPS = 1e-4
 
 
-def optimizers(
-    model: nn.Module, plan: OptimizerPlan, front_end: FrontEnd, *, sharded: bool
-) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, history: HistoryPlan, *, sharded: bool) -> list[torch.optim.Optimizer]:
     """New ones, without state; sharded ones step and overlap as the plan says."""
+    plan = history.optimizer
     matrices: list[nn.Parameter] = []
     others = list(model.parameters())
     made: list[torch.optim.Optimizer] = []
@@ -35,7 +34,7 @@ def optimizers(
     if plan.name == "adamw":
         own: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01, eps=EPS, foreach=True)
     else:
-        own = torch.optim.SGD(groups, lr=0.05, momentum=0.9 if plan.name == "momentum" else 0.0)
+        own = torch.optim.SGD(groups, lr=0.05 / history.loss_scale, momentum=0.9 if plan.name == "momentum" else 0.0)
     if sharded and plan.mode == "dtensors":
         optim.localize(own, enable=False)
     elif sharded and plan.mode == "overlap":

@@ -177,6 +177,15 @@ class HistoryPlan:
     optimizer: OptimizerPlan = OptimizerPlan()
     operations: tuple[Operation, ...] = ()
 
+    @property
+    def loss_scale(self) -> float:
+        """By which losses are multiplied, and learning rates divided, as users do whose gradients are reduced in fp16.
+
+        Those of large models, whose losses are means of many elements, would be lost: each call adds a part that is
+        rounded to zero.
+        """
+        return 256.0 if self.front_end.fp16 and self.model.large else 1.0
+
     def describe(self) -> str:
         """The plan as text, without what is as simple as can be."""
         lines = [f"seed {self.seed}", *map(_short, (self.front_end, self.optimizer, self.model))]

@@ -167,3 +167,24 @@ def test_sharded_after_steps_of_others(rank: Rank) -> None:
     with pytest.warns(UserWarning, match="The optimizer steps the sharded parameters instead"):
         optimizer.step()
     assert not any(torch.equal(p.full_tensor(), old) for p, old in zip(late.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_a_step_before_the_forward_that_shards_them(rank: Rank, layout: Any) -> None:
+    """A parameter put in the place of an unsharded one is stepped, also if the first step found no gradients."""
+    models = [a_model(), shard(a_model(), rank, layout=layout)]
+    optimizers = []
+    for model in models:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model[1].weight = nn.Parameter(torch.full((4, 6), 0.1))
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizers[-1].step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    for plain, sharded in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), plain)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compare import assert_equal, fqn_of
 from front_ends import (
@@ -22,6 +23,7 @@ from front_ends import (
     STRATEGIES,
     FrontEnd,
     assert_at_rest,
+    assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     build,
@@ -32,6 +34,7 @@ from front_ends import (
     train,
 )
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import fully_shard
 from fullshard.activation_checkpoint import (
     ActivationWrapper,
     CheckpointImpl,
@@ -40,7 +43,7 @@ from fullshard.activation_checkpoint import (
     offload_wrapper,
 )
 from fullshard.wrap import ModuleWrapPolicy
-from models import Block, Language, LossOf, Stack, batch, square_loss
+from models import Block, Language, LossOf, Stack, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -259,3 +262,42 @@ def test_module_of_the_wrapper_is_what_was_wrapped(rank: Rank, form: str, front_
     assert names == [name for name, _ in build(Stack).named_parameters()]
     assert front_end == FLAT or {fqn_of(name) for name, _ in model.named_parameters()} == set(names)
     assert set(full_values(model)) == set(names)
+
+
+class Offset(nn.Module):
+    """Adds a parameter, and computes something that has a graph, for which it is recomputed, but no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shifted = x + self.value
+        return shifted, shifted.square().mean()
+
+
+class Shifted(nn.Module):
+    """A layer, and an offset that is added last: the backward of that needs no recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.offset = nn.Linear(6, 6), Offset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.offset(torch.tanh(self.layer(x)))[0], x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_units_that_are_recomputed_after_their_own_backward(rank: Rank) -> None:
+    """Also where they stay unsharded, modules hold the sharded parameters afterwards, which have the gradients."""
+    reference = build(Shifted)
+    model = copy.deepcopy(reference)
+    fully_shard(model.offset, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh).set_reshard_after_backward(False)
+    for step in range(3):
+        model(batch(rank.rank, step, 4, 6)).square().mean().backward()
+        reference_backward(reference, rank.world_size, lambda m, r, s=step: m(batch(r, s, 4, 6)).square().mean())
+        assert isinstance(model.offset.value, DTensor)
+        assert_same_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()

@@ -30,7 +30,7 @@ from front_ends import (
     both_backward,
     sharded_with_reference,
 )
-from fullshard import FlatParameter, FullshardError, ShardingStrategy
+from fullshard import CPUOffload, FlatParameter, FullshardError, ShardingStrategy
 from fullshard.layout import FlatLayout, ParameterShape, flat
 from fullshard.layout.flat import FlatSlot
 from models import Branch, LossOf, Mlp, Stack, batch, reference_backward, square_loss
@@ -498,3 +498,21 @@ def test_optimizer_in_backward(rank: Rank, front_end: Any, when: str) -> None:
         theirs.zero_grad()
         assert all(p.grad is None for p in wrapped.parameters())
         assert_same_values(wrapped, reference, **CLOSE)
+
+
+@on_ranks(2)
+@each_value(way=["mul", "copy"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"], offload=[False, True])
+def test_writes_after_an_evaluation_count(rank: Rank, way: str, strategy: str, offload: bool) -> None:
+    """The next forward computes with what was written to flat parameters, whatever a forward without gradients left."""
+    options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)} if offload else {}
+    model, reference = sharded_with_reference(FLAT, rank, Mlp(5, 7, 3), [], strategy=strategy, **options)
+    for _ in range(2):
+        with torch.no_grad():
+            run(model)
+            for parameter in (*model.parameters(), *reference.parameters()):
+                if way == "mul":
+                    parameter.mul_(0.9)
+                else:
+                    parameter.copy_(parameter.clone() * 0.9)
+        assert_close(run(model), run(reference), "output", 1e-5, 1e-6)
+        assert_trains_alike(model, reference, rank, flat_loss, steps=1)

@@ -154,7 +154,7 @@ class FSDPModule(ShardedModule):
         units = nested_units(self)
         computing = [unit for unit in units if unit.registration.unsharded and _is_computing(unit)]
         for unit in units:
-            unit.register_sharded()
+            _show_sharded(unit)
         try:
             return super().state_dict(*args, **kwargs)
         finally:
@@ -854,12 +854,21 @@ def watch_state_dicts(unit: Unit) -> None:
 def _register_sharded(module: nn.Module, *_: Any) -> None:
     for unit in holding(module):
         if not unit.registration.copies and not _is_computing(unit):
-            unit.register_sharded()
+            _show_sharded(unit)
+
+
+def _show_sharded(unit: Unit) -> None:
+    replaced = unit.shown is not None and not unit.registration.holds_unsharded()
+    unit.register_sharded()
+    if replaced and not _is_computing(unit):  # by parameters that are to be sharded
+        unit.reshard()
+        unit.write_back()
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
     for unit in holding(module):
         if not unit.registration.copies:
+            _show_sharded(unit)
             unit.reshard()
 
 

@@ -42,9 +42,13 @@ _sharded = 0  # how often modules were sharded in this process
 _stepping: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
 
 
+def _times_sharded() -> int:
+    return _sharded + ShardedParameter.superseded
+
+
 def _known_of(optimizer: Optimizer) -> _Known | None:
     known = _known.get(optimizer)
-    if known is None or known.sharded != _sharded:
+    if known is None or known.sharded != _times_sharded():
         return None
     return known if known.ids == [id(p) for group in optimizer.param_groups for p in group["params"]] else None
 
@@ -55,7 +59,7 @@ def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParamete
     if known is None:
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         managed = [weakref.ref(p) for p in map(managed_by, every) if p is not None and p.owned]
-        known = _known[optimizer] = _Known(_sharded, list(map(id, every)), managed)
+        known = _known[optimizer] = _Known(_times_sharded(), list(map(id, every)), managed)
     return known.managed
 
 

@@ -354,8 +354,8 @@ class Runtime:
             shown &= unit.inner_backward is not InnerBackward.ENDED
             if not shown and not has_backward:
                 unit.reshard()
-            elif setting is None:
-                unit.keep()
+            elif setting is None or (unit.policy.form.has_flat_parameters and not has_backward):
+                unit.keep()  # users see the shards, and may write to them before the next forward
             if shown:
                 unit.show_unsharded(before_forward=setting is None and not has_backward)
             else:
@@ -395,7 +395,7 @@ class Runtime:
             unit.expect_more_gradients()
             unit.enter_phase(Phase.IDLE)
             if len(unit.modules) == 1:
-                self._reshard_after_backward(unit)
+                self._reshard_after_backward(unit, creates_graph=self.creates_graph)
 
     def finish_backward(self) -> None:
         """After autograd is through: reduce what is left, wait for the gradients, and return to idle."""
@@ -429,17 +429,14 @@ class Runtime:
         self.prefetcher.ended.clear()
         for unit in self.units():
             unit.modules_run.clear()
-            if unit.is_unsharded and unit.is_idle and unit.settings.reshard_after_backward and not unit.user_unshards:
-                if creates_graph:
-                    unit.keep_for_backward()
-                else:
-                    unit.reshard()
+            if unit.is_unsharded and unit.is_idle:  # recomputed after its own backward, or without one
+                self._reshard_after_backward(unit, creates_graph=creates_graph)
 
     def reshard_and_reduce(self, unit: Unit) -> None:
         """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
         unit.end_calls()
         self.activations.backward_ended(unit)
-        self._reshard_after_backward(unit)  # before memory for the reduction is taken
+        self._reshard_after_backward(unit, creates_graph=self.creates_graph)  # before memory for the reduction is taken
         if unit.settings.requires_gradient_sync:
             self.reduce(unit)
         else:
@@ -533,11 +530,11 @@ class Runtime:
             and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
         ]
 
-    def _reshard_after_backward(self, unit: Unit) -> None:
+    def _reshard_after_backward(self, unit: Unit, *, creates_graph: bool) -> None:
         """Reshard as ``set_reshard_after_backward`` says, unless the pass makes a graph that reads the parameters."""
         if unit.user_unshards:
             return
-        if self.creates_graph:  # whose backward is to come
+        if creates_graph:  # whose backward is to come
             unit.keep_for_backward()
         elif unit.settings.reshard_after_backward:
             unit.reshard()

@@ -285,7 +285,10 @@ class Unit:
             bucket.wait_for_unshard()
         if self.parameter_state is ParameterState.KEPT:
             self._move_parameters(ParameterState.UNSHARDED)
-        if not self.registration.unsharded:
+        if self.registration.unsharded:
+            for parameter in self.parameters:  # flags may have changed between two of its modules
+                parameter.agree_on_requires_grad()
+        else:
             self.registration.use_unsharded()
 
     def register_sharded(self) -> None:

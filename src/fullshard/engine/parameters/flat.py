@@ -188,6 +188,13 @@ class FlatShardedParameter(SliceParameter):
             self.sharded.requires_grad = self.requires_grad
             self.refuse_own_gradient()
 
+    def take_requires_grad(self) -> None:
+        """As users have set it on the unsharded parameter: in a visible flat parameter, all have the flag of that."""
+        if self.handle is None:
+            super().take_requires_grad()
+        else:
+            self.follow_requires_grad()
+
     def refuse_own_gradient(self) -> None:
         """Have autograd raise where it accumulates a gradient of this parameter, which a flat parameter hides.
 

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import broadcast, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -406,6 +407,7 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
     device = local.device if local.is_meta else _device_of(spec.mesh)
     whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=device)
     flat = whole.as_strided((own.numel,), (1,))
+    traced = torch.compiler.is_compiling()  # into a graph, which has no collectives that write to what they are given
     works = []
     for source in () if local.is_meta else range(spec.mesh.size(axis)):
         start, numel, _ = placement.shard(source)
@@ -414,7 +416,9 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
         part = flat.narrow(0, start, numel)
         if source == rank:
             part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
-        if spec.mesh.size(axis) > 1:
+        if spec.mesh.size(axis) > 1 and traced:
+            part.copy_(wait_tensor(broadcast(part, source, group)))  # type: ignore[no-untyped-call]
+        elif spec.mesh.size(axis) > 1:
             works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
     for work in works:
         work.wait()

@@ -50,14 +50,10 @@ class Registration:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
         for held, name, parameter in self._plain:
-            unsharded = parameter.unsharded
-            # Not sharded.requires_grad: those in a visible flat parameter have its flag.
-            if unsharded.requires_grad is not parameter.requires_grad:
-                parameter.follow_requires_grad()
-            held[name] = unsharded
+            parameter.agree_on_requires_grad()
+            held[name] = parameter.unsharded
         for owner, parameter in self._others:
-            if parameter.unsharded.requires_grad is not parameter.requires_grad:
-                parameter.follow_requires_grad()
+            parameter.agree_on_requires_grad()
             owner.set(parameter.unsharded)
 
     def show_unsharded(self) -> None:

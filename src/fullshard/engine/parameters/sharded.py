@@ -41,7 +41,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -105,6 +105,7 @@ class Owner(NamedTuple):
 class ShardedParameter:
     """State of one managed parameter, itself no ``nn.Parameter``, see [Note: Sharded and unsharded parameters]."""
 
+    superseded: ClassVar[int] = 0  # objects in whose place others were made: ``superseding`` finds more than before
     fqn: str  # the first FQN, below the module that fully_shard was called on (from the first forward: the root)
     fqns: tuple[str, ...]  # all FQNs
     owners: list[Owner]
@@ -166,6 +167,7 @@ class ShardedParameter:
             self.sharded = dtensor_parameter(local, spec, requires_grad=old.requires_grad)
             keep_gradient_dtype(self.sharded, old)
             mark(old, self)  # an optimizer may have been given what users have assigned
+            ShardedParameter.superseded += 1
         if known and old.device != local.device:
             gradient, old.grad = old.grad, None
             moved = gradient is not None and gradient.device == old.device  # along with the parameter
