@@ -445,7 +445,7 @@ def test_nearest_published_run() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """What the process notes of its own training is as before, after a plan and after one that failed."""
-    before = {name: getattr(PROGRESS, name) for name in ("phase", "unit", "launched", "forwards", "raised")}
+    before = {name: getattr(PROGRESS, name) for name in ("phase", "unit", "launched", "raised")}
     steps = PROGRESS.steps
     planned(stack(2), rows=8, search=False)
     with pytest.raises(ValueError, match="multiple of replicas"):

@@ -107,6 +107,7 @@ class LaunchLog:
     digest: int  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
     steps: int  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
+    _before: int  # the digest before the last launch
     _stepped_at: int  # launches before the last step
     _recent: deque[_Launch]
     _named: Counter[str]  # units of a name that have launched
@@ -115,8 +116,9 @@ class LaunchLog:
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
         self.ranks = sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
-        self.name = f"{group.group_name}-{zlib.crc32(repr(self.ranks).encode()):08x}"
-        self.began, self._stepped_at = 0, -1
+        name = dist.distributed_c10d._world.pg_names.get(group, "")
+        self.name = f"{name}-{zlib.crc32(repr(self.ranks).encode()):08x}"
+        self.began, self._before, self._stepped_at = 0, 0, -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
         self._named, self._codes = Counter(), {}
 
@@ -128,10 +130,17 @@ class LaunchLog:
         if code is None:
             code = self._codes[kind, units, layouts, numbers] = repr((kind, units, layouts, numbers)).encode()
         self._recent.append((kind, units, step, microbatch, self.steps, layouts, numbers))
-        self.digest = zlib.crc32(code, self.digest)
+        self._before, self.digest = self.digest, zlib.crc32(code, self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
             self.snapshots.append((self.count, self.digest, self.steps))
+
+    def withdraw(self) -> None:
+        """Remove the last launch: it could not be issued."""
+        if self.snapshots and self.snapshots[-1][0] == self.count:
+            self.snapshots.pop()
+        self.digest, self.count = self._before, self.count - 1
+        self._recent.pop()
 
     def _number_of(self, unit: UnitName) -> int:
         number = unit.numbers.get(self.index)

@@ -276,8 +276,7 @@ class Transport:
         Returns:
             Works to wait for, each once and in order.
         """
-        self._notify("all_gather", requests)
-        return self._all_gather(requests)
+        return self._launch("all_gather", self._all_gather, requests)
 
     def reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         """Start a reduce-scatter: ``shard`` gets the scaled sum of this rank's part of the unsharded tensors.
@@ -288,8 +287,7 @@ class Transport:
         Returns:
             Works to wait for, each once and in order.
         """
-        self._notify("reduce_scatter", requests)
-        return self._reduce_scatter(requests)
+        return self._launch("reduce_scatter", self._reduce_scatter, requests)
 
     def all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         """Start to sum tensors over the ranks in place and to scale the sums. All ranks get the same bits.
@@ -300,8 +298,7 @@ class Transport:
         Returns:
             Works to wait for, each once and in order.
         """
-        self._notify("all_reduce", requests)
-        return self._all_reduce(requests)
+        return self._launch("all_reduce", self._all_reduce, requests)
 
     def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
         """Return the size of the smallest shard that is worth an operand of its own; smaller ones are sent packed.
@@ -367,6 +364,17 @@ class Transport:
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         raise NotImplementedError
+
+    def _launch(
+        self, kind: Kind, issue: Callable[[Sequence[CommRequest]], Sequence[Work]], requests: Sequence[CommRequest]
+    ) -> Sequence[Work]:
+        self._notify(kind, requests)
+        try:
+            return issue(requests)
+        except BaseException:
+            if self.log is not None:
+                self.log.withdraw()  # other ranks wait for it
+            raise
 
     def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
         launch = next(_launches)

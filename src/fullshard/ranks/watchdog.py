@@ -616,12 +616,13 @@ def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tupl
             if call != OURS and not entry["retired"] and entry.get("thread_id", str(training)) == str(training):
                 pending = name, number, call
     found = {}
-    for group in dist.distributed_c10d._world.pg_map:
-        known = dist.distributed_c10d._world.pg_group_ranks[group]
+    for group, named in dist.distributed_c10d._world.pg_names.items():
+        name = str(named)
+        known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
         if len(known) > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
-            calls = [*entries.get(str(group.group_name), {}).items()][-_COLLECTIVES_REPORTED:]
+            calls = [*entries.get(name, {}).items()][-_COLLECTIVES_REPORTED:]
             first = calls[0][0] if calls else 1
-            found[str(group.group_name)] = Collectives(sorted(known), first, [call for _, call in calls])
+            found[name] = Collectives(sorted(known), first, [call for _, call in calls])
     return found, pending
 
 
