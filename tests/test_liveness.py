@@ -17,9 +17,9 @@ from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen,
 HOLD = """
 import os, time
 from fullshard.ranks.liveness import hold_lock
-print(hold_lock(), flush=True)
-if os.fork() == 0:  # as workers of data loaders, which have its open files
-    time.sleep(60)
+lock = hold_lock()
+if os.fork():  # the child has its open files, as workers of data loaders have
+    print(lock, flush=True)
 time.sleep(60)
 """
 

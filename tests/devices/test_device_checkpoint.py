@@ -45,4 +45,4 @@ def test_who_receives_nothing_allocates_nothing(rank: Rank) -> None:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         peak, _ = peak_above(rank.device, lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer))
     whole = 4 * width * width
-    assert (peak >= whole) == (rank.rank == 0), peak
+    assert (peak > whole / 2) == (rank.rank == 0), peak  # a little that was there before may be freed meanwhile
