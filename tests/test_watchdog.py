@@ -44,6 +44,7 @@ from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
+from fullshard.ranks.agreement import differs
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS, read_crashes, summarize
 from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, judge
 from fullshard.train.stop import StopRequest
@@ -357,7 +358,7 @@ def test_strides_that_mean_nothing_are_not_compared(rank: Rank) -> None:
         model = fully_shard(module)
         model(torch.ones(2, 1)).sum().backward()
         (bucket,) = unit_of(model).buckets
-        layouts.append(bucket.launch_name("").layout)
+        layouts.append(bucket.launch_name("", {}).layout)
     assert layouts[0] == layouts[1] != 0
 
 
@@ -493,6 +494,17 @@ def test_two_models_in_another_order(ranks: RankPool) -> None:
     assert "the results of this run are wrong" in told
     assert "the root of model 1 (step 0, microbatch 2) on rank 0; " in told
     assert "the root of model 2 (step 0, microbatch 2) on rank 1" in told
+
+
+@on_ranks(2)
+def test_buckets_that_one_rank_makes_anew(rank: Rank) -> None:
+    """They are those of the same unit: what other ranks launch does not differ."""
+    model = fully_shard(Net())
+    step_of(model)
+    if rank.rank == 0:
+        unit_of(model).rebuild()
+    step_of(model)
+    assert not differs(PROGRESS.log_of(rank.group).recent()[1][-3:], rank.group)
 
 
 def save_without_one(rank: Rank, path: str) -> str:

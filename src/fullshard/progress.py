@@ -35,15 +35,15 @@ class UnitName(str):
     Messages of ranks where they lie differently may match by their sizes, and mix up parameters without an error.
     """
 
-    layout: int = 0  # 0: not known
-    numbers: dict[
-        int, int
-    ]  # among the units of this name, in the order of their first launches, by ``LaunchLog.index``
+    layout: int
+    # Which of the units of this name it is, by name and ``LaunchLog.index``. They are the unit's, which may be known by
+    # several names, and whose buckets may be made anew on some ranks only.
+    numbers: dict[tuple[str, int], int]
 
-    def __new__(cls, name: str) -> UnitName:
-        """Return the name, of a unit that has launched nothing."""
+    def __new__(cls, name: str, layout: int = 0, numbers: dict[tuple[str, int], int] | None = None) -> UnitName:
+        """Return the name of a unit; copies are made without the other arguments, which are copied after."""
         made = super().__new__(cls, name)
-        made.numbers = {}
+        made.layout, made.numbers = layout, {} if numbers is None else numbers
         return made
 
 
@@ -143,9 +143,9 @@ class LaunchLog:
         self._recent.pop()
 
     def _number_of(self, unit: UnitName) -> int:
-        number = unit.numbers.get(self.index)
+        number = unit.numbers.get((unit, self.index))
         if number is None:
-            number = unit.numbers[self.index] = self._named[unit]
+            number = unit.numbers[unit, self.index] = self._named[unit]
             self._named[unit] += 1
         return number
 

@@ -271,7 +271,7 @@ class Runtime:
         self.overlap.forget_resharded()
         try:
             begun = [
-                (bucket.launch_name(unit.name), bucket, all_gathers)
+                (bucket.launch_name(unit.name, unit.numbers), bucket, all_gathers)
                 for unit in units
                 for bucket, all_gathers in unit.prepare_unshard()
             ]
@@ -774,7 +774,7 @@ def _compare_units(units: list[Unit]) -> None:
         if unit.compared:
             continue
         unit.compared = True
-        described = "\n".join(bucket.described(unit.name) for bucket in unit.buckets)
+        described = "\n".join(bucket.described(bucket.launch_name(unit.name, unit.numbers)) for bucket in unit.buckets)
         for group in data_parallel_groups(unit.mesh):
             of_groups.setdefault(group, {})[unit.name] = described
     for group, told in of_groups.items():

@@ -57,6 +57,7 @@ class Unit:
     awaits_backward: bool  # from the end of a forward to the beginning of its backward
     modules_run: dict[int, bool]  # by id, of several modules: ran in this forward; True if a backward may come
     compared: bool  # its parameters, with other ranks'
+    numbers: dict[tuple[str, int], int]  # as of ``UnitName``
     user_unshards: int  # blocks of `unsharded` that the unit is in
     shown: list[int] | None  # versions of the unsharded parameters when a forward left them to users
     parts_shown: dict[int, torch.Tensor]  # copies of this rank's parts of them, by the ids of parameters
@@ -76,7 +77,7 @@ class Unit:
             ParameterState.SHARDED,
             GradientState.NONE,
         )
-        self.open_forwards, self.calls, self.modules_run, self.compared = [], [], {}, False
+        self.open_forwards, self.calls, self.modules_run, self.compared, self.numbers = [], [], {}, False, {}
         self.awaits_backward, self.user_unshards, self.shown, self.parts_shown = False, 0, None, {}
         self.parameters, self.buckets = list(parameters), []
         sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]

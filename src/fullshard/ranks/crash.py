@@ -22,7 +22,7 @@ from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.agreement import list_ranks, list_values
 from fullshard.ranks.verdict import Report, judge
 
-__all__ = ["FOLDER_VARIABLE", "Crash", "crash_folder", "read_crashes", "summarize", "write_crash"]
+__all__ = ["FOLDER_VARIABLE", "Crash", "crash_folder", "forget_crash", "read_crashes", "summarize", "write_crash"]
 
 FOLDER_VARIABLE = "FULLSHARD_CRASH_DIR"
 STEPS = 3  # of which events are written
@@ -89,6 +89,18 @@ def write_crash(rank: int, world_size: int, report: Report, failure: str | None)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # follows no link
         file.write(json.dumps(value))
     partial.replace(path)
+
+
+def forget_crash(rank: int) -> None:
+    """Remove the file of a rank of an earlier run.
+
+    Raises:
+        OSError: As ``write_crash``, or if there is none.
+    """
+    folder = crash_folder()
+    if not os.environ.get(FOLDER_VARIABLE):
+        _own(folder)
+    (folder / f"rank{rank}.json").unlink()
 
 
 def _own(folder: Path) -> None:

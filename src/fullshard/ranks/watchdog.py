@@ -58,7 +58,7 @@ from fullshard.errors import FullshardError
 from fullshard.memory import communicates
 from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.agreement import digest_of
-from fullshard.ranks.crash import crash_folder, write_crash
+from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
 from fullshard.ranks.order import explain_units
 from fullshard.ranks.store import GroupStore, seconds_from
@@ -178,7 +178,7 @@ class Watchdog:
         """Start the thread. It ends with the process group, or with the process."""
         self._write_beat()
         with contextlib.suppress(OSError):
-            (crash_folder() / f"rank{self._rank}.json").unlink()  # of an earlier run
+            forget_crash(self._rank)
         for thread in self._threads:
             thread.start()
         atexit.register(self._exit)

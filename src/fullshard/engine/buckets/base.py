@@ -211,8 +211,13 @@ class Bucket:
 
     # ---------------------------------------------------------------- unshard and reshard
 
-    def launch_name(self, unit: str) -> UnitName:
-        """The name of its unit for launches, by which ranks compare how the parameters are cut and sent."""
+    def launch_name(self, unit: str, numbers: dict[tuple[str, int], int]) -> UnitName:
+        """The name of its unit for launches, by which ranks compare how the parameters are cut and sent.
+
+        Args:
+            unit: Its name.
+            numbers: The unit's, as of ``UnitName``.
+        """
         if self._name != unit:
             storage, lines = self.storage, []
             for index, parameter in enumerate(self.parameters):
@@ -226,14 +231,13 @@ class Bucket:
                     f"{storage.reduce_dtype}, {self._where(index)}"
                 )
             text = "\n".join(lines)
-            self._name = UnitName(unit)
-            self._name.layout = zlib.crc32(text.encode())
+            self._name = UnitName(unit, zlib.crc32(text.encode()), numbers)
             PROGRESS.layouts[self._name.layout] = text
         return self._name
 
-    def described(self, unit: str) -> str:
+    def described(self, name: UnitName) -> str:
         """What all ranks have to have alike, a line for each parameter: its cuts and dtypes, and whether it trains."""
-        lines = PROGRESS.layouts[self.launch_name(unit).layout].split("\n")
+        lines = PROGRESS.layouts[name.layout].split("\n")
         if torch.is_grad_enabled():  # else it does not matter
             lines = [
                 f"{'trained' if parameter.requires_grad else 'frozen'} {line}"
