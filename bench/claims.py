@@ -46,6 +46,13 @@ def _gpu(name: str) -> Find:
     return find
 
 
+def _cpu(name: str) -> Find:
+    """The processor that a benchmark ran on."""
+    return lambda results: results[name].source.machine if name in results else None
+
+
+# Ratios within one process, which stand for themselves wherever they were measured: with the processor beside them.
+ALONE = ("host_cost", "optimizer_cost")
 # Commits of stored results of a GPU, and what has come since that matters to them.
 EARLIER = {"23a9c6b": "before optimizers stepped local tensors by default"}
 HOST, GPU_HOST = ("host_cost", "contestants"), ("gpu", "parts", "host", "contestants")
@@ -76,6 +83,8 @@ VALUES: Mapping[str, Find] = {
     "async": files("async_save_kept", "returned", "fsdp2"),
     "export": files("export", "returned", "fsdp2"),
     "import": files("import", "returned", "fsdp2"),
+    "host_cpu": _cpu("host_cost"),
+    "adamw_cpu": _cpu("optimizer_cost"),
     "adamw": at("optimizer_cost", "contestants", "fullshard foreach", "ratio_to_fsdp2"),
     "dtensors": at("optimizer_cost", "contestants", "dtensors foreach", "ratio_to_fsdp2"),
     "clip": at("optimizer_cost", "contestants", "fullshard clip", "ratio_to_fsdp2"),
@@ -87,10 +96,10 @@ COUNTERPARTS = {
     **{f"resident_{width}": {f"resident_fair_{width}"} for width in (512, 1024)},
     "streams_least": {"streams_most", "kept_least", "kept_most"},
     "gpu_bf16": {"gpu_fp32", "gpu_commit", "gpu_torch"},
-    "host": {"host_whole"},
+    "host": {"host_whole", "host_cpu"},
     "host_step": {"host_step_whole"},
     "gpu_host": {"gpu_host_whole"},
-    "adamw": {"dtensors"},
+    "adamw": {"dtensors", "adamw_cpu"},
 }
 
 
@@ -169,7 +178,7 @@ CLAIMS: Mapping[str, tuple[Sentence, ...]] = {
         Sentence(
             "The host time of 100 tiny units beyond the plain model's is, of FSDP2's, ",
             (
-                "{host} in forward and backward ({host_whole} of the whole step)",
+                "{host} in forward and backward ({host_whole} of the whole step; {host_cpu})",
                 "{host_step} with the optimizer step ({host_step_whole})",
                 "on the H200 {gpu_host} in forward and backward ({gpu_host_whole})",
             ),
@@ -178,8 +187,8 @@ CLAIMS: Mapping[str, tuple[Sentence, ...]] = {
         Sentence(
             "On a fake process group, for 800 small parameters, ",
             (
-                "a step of AdamW (foreach) takes {adamw} of FSDP2's time, and {dtensors} of it on DTensors, which "
-                "optimizers unknown to fullshard step",
+                "a step of AdamW (foreach; {adamw_cpu}) takes {adamw} of FSDP2's time, and {dtensors} of it on "
+                "DTensors, which optimizers unknown to fullshard step",
                 "torch's `clip_grad_norm_` takes {clip}",
             ),
         ),
@@ -229,8 +238,8 @@ def scaling(results: Results) -> str:
 
 
 def claims(results: Results) -> str:
-    """The sentences as a list, with medians, of one machine and a GPU; a line each."""
-    some = of_one_machine(results)
+    """The sentences as a list, with medians, of one machine and a GPU, and those of ``ALONE``; a line each."""
+    some = of_one_machine(results) | {name: each for name, each in results.items() if name in ALONE}
     found = {name: find(some) for name, find in VALUES.items()}
     values = {name: Value(each) for name, each in found.items() if each is not None}
     lines = []
