@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib.util
+import itertools
 import marshal
 import os
 import pickle
@@ -27,8 +28,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from fullshard.comm.groups import record_of
 from ranks.device import DeviceOfTests, check_races, device_of, forget_races, process_group_backend
 from ranks.outcome import Outcome
 from ranks.rank import Rank
@@ -70,12 +73,18 @@ def serve(descriptor: int, rank: int, world_size: int, directory: Path) -> None:
     joined = _run(rank, lambda: place.append(_join(rank, world_size, directory)))
     connection.send_bytes(pickle.dumps(joined))
     initial_state = dict(os.environ), os.getcwd()
+    jobs = itertools.count(1)
+    usual = distributed_c10d._hash_ranks_to_str
+    # c10d names some groups by how many there are, and names must not come again when those of a body are destroyed.
+    distributed_c10d._hash_ranks_to_str = lambda ranks: usual([*ranks, number])
     while not joined.failed:
         try:
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        number = next(jobs)
         _reset(*initial_state)
+        _destroy_groups(place[0])
         outcome = _run(rank, lambda job=job: _call(job, place[0], directory.parent))
         connection.send_bytes(_pickled(outcome))
 
@@ -116,6 +125,20 @@ def _reset(environment: dict[str, str], directory: str) -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+
+
+def _destroy_groups(rank: Rank) -> None:
+    """Destroy the process groups that bodies have made: each has a thread, which takes time from later bodies.
+
+    Not at the end of the body: other ranks may still wait for what this one has sent.
+    """
+    kept = {rank.group}
+    for mesh in (rank.mesh, *rank._meshes.values()):
+        kept.update(mesh.get_all_groups())
+    for group in tuple(kept):
+        kept.update(record_of(group).parts.values())
+    for group in set(distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)
 
 
 def _call(job: Job, rank: Rank, compiled: Path) -> Any:
