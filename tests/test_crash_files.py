@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.ranks.crash import FOLDER_VARIABLE, crash_folder, read_crashes, write_crash
+from fullshard.debug.crashes import read_crashes
+from fullshard.ranks.crash import FOLDER_VARIABLE, crash_folder, write_crash
 from fullshard.ranks.verdict import Report
 
 

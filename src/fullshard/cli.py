@@ -252,7 +252,7 @@ def inspect(
     Exit code: 0 for success, 1 if problems or differences were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
-    from fullshard.ranks.crash import read_crashes, summarize
+    from fullshard.debug.crashes import read_crashes, summarize
 
     try:
         crashes = read_crashes(Path(checkpoint))

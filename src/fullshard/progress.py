@@ -6,6 +6,7 @@ reads it on its own thread when ranks are stuck.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -207,6 +208,10 @@ class Progress:
     watchdog: Any  # knows why collectives fail; opaque here
     ends: bool  # the process was asked to end: when a collective fails, it does not wait for the reason
     waiting: tuple[float, int, int] | None  # since when (monotonic) the host waits, group and number of the launch
+    barriers: dict[
+        str, tuple[Sequence[int], int]
+    ]  # ranks of rank barriers, and how many this one has come to, by group
+    barrier: tuple[float, str, str, int] | None  # that the training thread is in: since when, operation, group, number
     _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
     _indices: Iterator[int]
     _lock: threading.Lock
@@ -217,8 +222,8 @@ class Progress:
         self.traced, self.launched = None, (-1, -1)
         self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
         self.phase, self.unit, self.order, self.layouts = "user code", None, [], {}
-        self.raised = self.failure = self.waiting = None
-        self.threads, self.ends = set(), False
+        self.raised = self.failure = self.waiting = self.barrier = None
+        self.threads, self.ends, self.barriers = set(), False, {}
 
     # ---------------------------------------------------------------- phases
 
@@ -271,6 +276,7 @@ class Progress:
             for group in [group for group in self._logs if not exists(group)]:
                 del self._logs[group]
         self.failure = self.raised = self.waiting = None
+        self.barriers.clear()
 
     def logs(self) -> list[LaunchLog]:
         """Return the logs of all process groups that exist."""
@@ -310,6 +316,18 @@ class Progress:
         """The host has waited, or collectives have failed."""
         launched, self.waiting = (-1, -1) if self.waiting is None else self.waiting[1:], None
         self.note("waited", self.unit or "", *launched)
+
+    @contextlib.contextmanager
+    def in_barrier(self, name: str, group: str, number: int) -> Iterator[None]:
+        """This thread waits in a rank barrier, which the watchdog watches if it is the training thread."""
+        if self.watchdog is None or not self.watchdog.watches_thread():
+            yield
+            return
+        self.barrier = time.monotonic(), name, group, number
+        try:
+            yield
+        finally:
+            self.barrier = None
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one of collectives: what the watchdog knows about its cause, or ``error``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from fullshard import FullshardError
-from fullshard.ranks.barrier import BARRIER_TIMEOUT_VARIABLE, STEP_TIMEOUT_VARIABLE, rank_barrier
+from fullshard.progress import PROGRESS
+from fullshard.ranks import barrier
+from fullshard.ranks.barrier import STEP_TIMEOUT_VARIABLE, rank_barrier
 from fullshard.ranks.store import GroupStore
-from ranks import Rank, on_ranks
+from fullshard.ranks.watchdog import TIMEOUT_VARIABLE, watch
+from ranks import Rank, RankPool, on_ranks
 
 SOON = 0.3  # timeout in seconds where a rank is missing
 
@@ -40,15 +44,16 @@ def equal_everywhere(text: str) -> bool:
     return len(set(texts)) == 1
 
 
-def enter(name: str, **options: Any) -> None:
+def enter(name: str, *, group: dist.ProcessGroup | None = None) -> None:
     """Enter and leave."""
-    with rank_barrier(name, **options):
+    with rank_barrier(name, group):
         pass
 
 
 @on_ranks(2)
 def test_entries_of_all_ranks_succeed(rank: Rank) -> None:
     """Entering together works, any number of times, and leaves no keys behind."""
+    enter("the first, which starts the watchdog")
     before = keys()
     for index in range(5):
         with rank_barrier(f"save /{index}", rank.group) as barrier:
@@ -56,49 +61,56 @@ def test_entries_of_all_ranks_succeed(rank: Rank) -> None:
     assert keys() == before
 
 
-@on_ranks(4)
-def test_missing_ranks_are_named_on_all_that_came(rank: Rank) -> None:
-    """Ranks that wait raise, naming both the ranks that came and those that did not; the next entry works again.
+def leave_out(rank: Rank, how: str) -> str:
+    """Ranks 0 and 3 do not come: one waits elsewhere for the others, the other's process ends, or does much else."""
+    os.environ[TIMEOUT_VARIABLE] = "0.3"
+    watch()
+    try:
+        with rank_barrier("save /a") as barrier:
+            if how == "between" and rank.rank in (0, 3):
+                dist.barrier()
+            barrier.run_on_all("write", lambda: time.sleep(2.5 * (how == "slow" and rank.rank == 0)))
+        if rank.rank in (1, 2) and how == "skipped":
+            enter("save /b")
+        if rank.rank in (0, 3) and how == "ended":
+            PROGRESS.watchdog._exit()
+            return "ended"
+        if how == "skipped":
+            dist.barrier()
+        enter("save /b")
+    except (FullshardError, RuntimeError) as error:
+        return str(error)
+    return "all came"
 
-    A rank that comes after that gets an error that says so, without a wait of its own.
-    """
-    if rank.rank in (1, 2):
-        message = message_of(lambda: enter("save /a", timeout=SOON))
-        assert "save /a: reached by ranks 1, 2, but not by ranks 0, 3 within 0.3 s." in message
-        assert BARRIER_TIMEOUT_VARIABLE in message
-    dist.barrier()
-    if rank.rank in (0, 3):
-        message = message_of(lambda: enter("save /a", timeout=1000))
-        assert f"save /a: rank {rank.rank} arrived after the others had timed out: save /a: reached by" in message
-    dist.barrier()
-    enter("save /a", timeout=20)
 
-
-@on_ranks(4)
-def test_rank_that_skips_one_joins_the_next(rank: Rank) -> None:
-    """A rank that never came to one entry takes part in the next, if that has another name."""
-    if rank.rank != 2:
-        message_of(lambda: enter("save /1", timeout=SOON))
-    dist.barrier()
-    enter("save /2", timeout=20)
-    enter("save /2", timeout=20)
+@pytest.mark.parametrize("how", ["skipped", "between", "ended", "slow"])
+def test_ranks_that_do_not_come(ranks: RankPool, how: str) -> None:
+    """Ranks that wait get the watchdog's error if the others cannot come; and wait if they can."""
+    told = ranks(4, leave_out, how, fresh=True, timeout=30)
+    if how == "slow":
+        assert told == ["all came"] * 4
+        return
+    waiting = told[1]
+    assert told[2] == waiting
+    for words in {
+        "skipped": [
+            "waits for a collective in save /b (step 0, microbatch 0) on ranks 1, 2",
+            "waits in barrier, called",
+        ],
+        "between": ["waits for a collective in save /a, write (step 0", "waits in barrier, called at test_barrier.py"],
+        "ended": ["for ranks 0, 3, which will not come", "has ended (without an exception that is known)"],
+    }[how]:
+        assert words in waiting, waiting
 
 
 @on_ranks(4)
 def test_different_operations_are_an_error_on_all(rank: Rank) -> None:
     """Ranks that come for different things raise the same, which says who does what and who is missing."""
-    message = message_of(lambda: enter("load /b" if rank.rank in (1, 3) else "save /a", timeout=20))
+    message = message_of(lambda: enter("load /b" if rank.rank in (1, 3) else "save /a"))
     assert "ranks called different functions" in message
     assert "'save /a' on ranks 0, 2" in message and "'load /b' on ranks 1, 3" in message
     assert equal_everywhere(message)
-    if rank.rank != 3:
-        message = message_of(lambda: enter("load /b" if rank.rank == 1 else "save /a", timeout=SOON))
-        assert "'save /a' on ranks 0, 2; 'load /b' on rank 1, but not by rank 3" in message
-    dist.barrier()
-    if rank.rank == 3:
-        message_of(lambda: enter("save /a"))
-    dist.barrier()
-    enter("save /a", timeout=20)
+    enter("save /a")
 
 
 @on_ranks(2)
@@ -148,19 +160,16 @@ def test_exception_outside_of_steps_reaches_the_others(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_step_that_a_rank_does_not_reach_names_it(rank: Rank) -> None:
-    """Steps have a separate timeout, and the error says how to raise it."""
-
-    def body() -> None:
-        with rank_barrier("save /a") as barrier:
-            if rank.rank == 1:
-                time.sleep(3 * SOON)
-            barrier.run_on_all("write", lambda: None)
-
+def test_time_limit_without_a_watchdog(rank: Rank) -> None:
+    """Who waits for too long raises, and names the ranks that did not come; the one that comes late gets the same."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PROGRESS, "watchdog", None)
+        patch.setattr(barrier, "watch", lambda: None)
         patch.setenv(STEP_TIMEOUT_VARIABLE, str(SOON))
-        message = message_of(body)
-    assert "save /a, write: reached by rank 0, but not by rank 1" in message
+        if rank.rank == 1:
+            time.sleep(3 * SOON)
+        message = message_of(lambda: enter("save /a"))
+    assert "'save /a' on rank 0, but rank 1 did not come within 0.3 s." in message
     assert STEP_TIMEOUT_VARIABLE in message
     enter("save /a")
 
@@ -171,13 +180,9 @@ def test_subgroups_meet_by_themselves_and_use_global_ranks(rank: Rank) -> None:
     mesh = rank.make_mesh(2, 2, names=("a", "b"))
     group = mesh.get_group("a")  # ranks 0, 2 and ranks 1, 3
     enter("x", group=group)
-    if rank.rank == 3:
-        message = message_of(lambda: enter("x", group=group, timeout=SOON))
-        assert "x: reached by rank 3, but not by rank 1" in message
-    dist.barrier()
-    if rank.rank == 1:
-        message_of(lambda: enter("x", group=group))
-    dist.barrier()
+    odd = rank.rank in (1, 3)
+    message = message_of(lambda: enter(f"{rank.rank}", group=group)) if odd else ""
+    assert ("'1' on rank 1; '3' on rank 3" in message) == odd
     enter("x", group=group)
     enter("y")
 
@@ -221,8 +226,8 @@ def test_requests_to_the_store_do_not_grow_with_ranks(rank: Rank) -> None:
 @pytest.mark.parametrize("timeout", ["soon", "0", "-1", "nan", "inf"])
 def test_wrong_timeout_is_refused(timeout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout that is no positive number is an error, from the environment as well."""
-    monkeypatch.setenv(BARRIER_TIMEOUT_VARIABLE, timeout)
-    assert BARRIER_TIMEOUT_VARIABLE in message_of(lambda: enter("x"), ValueError)
+    monkeypatch.setenv(STEP_TIMEOUT_VARIABLE, timeout)
+    assert STEP_TIMEOUT_VARIABLE in message_of(lambda: enter("x"), ValueError)
 
 
 def test_single_process_needs_no_group() -> None:

@@ -8,13 +8,6 @@ __all__ = ["FAULTS"]
 
 FAULTS = [
     Fault(
-        "wrapper/order.py",
-        "if order.changed and not order.change_warned",
-        "if False and not order.change_warned",
-        "A later forward in another order gives no warning.",
-        ("wrapper/test_order.py",),
-    ),
-    Fault(
         "wrapper/summon.py",
         "failed = any_rank(failed, data_parallel_groups(mesh))",
         "failed = bool(failed)",

@@ -44,7 +44,7 @@ from fullshard.checkpoint.state.snapshot import (
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
 from fullshard.ranks.agreement import compare, raised_on_all, who_differs
-from fullshard.ranks.barrier import LOAD_TIMEOUT_S, RankBarrier, rank_barrier
+from fullshard.ranks.barrier import RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
 __all__ = ["load"]
@@ -114,7 +114,7 @@ def load(
     wait_for_pending_save(process_group)
     mapped = "" if key_map is None else f", key_map={dict(key_map)}"
     what = describe_call(f"load (strict={strict}, cast={cast}{mapped})", path, optimizer, extra)
-    with rank_barrier(what, process_group, timeout=LOAD_TIMEOUT_S) as barrier:
+    with rank_barrier(what, process_group) as barrier:
         source = _SharedCheckpoint(os.fspath(path), coordination_group(process_group), barrier)
         try:
             loading = _CheckpointLoad(source, model, optimizer, extra, key_map, strict=strict)

@@ -4,6 +4,7 @@
 - ``replicas.py``   ``check_replicas``: whether replicas still hold the same bits
 - ``replay.py``     ``replay``: whether a step computes the same bits twice
 - ``tracing/``      ``fullshard.trace``: timelines of steps, exposed communication and late ranks
+- ``crashes.py``    what ranks have written about the end of a run
 - ``values.py``     hooks that see all values of a model
 - ``digests.py``    digests of tensors
 """

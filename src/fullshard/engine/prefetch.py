@@ -46,16 +46,11 @@ class ExecutionOrder:
         guess: The order to use in the first.
     """
 
-    compared: list[str] | None  # names of the units in the first forward, which all ranks ran
-    change_warned: bool  # the user was warned of another order
-    changed: bool  # the last forward ran other units than the one before
     _known: list[_UnitRef]
     _recorded: list[_UnitRef]  # in the forward that runs now
     _position: int  # of that forward in the known order
 
     def __init__(self, guess: list[_UnitRef]) -> None:
-        self.compared = None
-        self.changed = self.change_warned = False
         self._known, self._recorded, self._position = list(guess), [], 0
 
     def begin(self) -> None:
@@ -68,7 +63,6 @@ class ExecutionOrder:
 
     def keep(self) -> None:
         """Use the recorded order in the next forward."""
-        self.changed = self._recorded != self._known
         self._known = self._recorded
 
     def after(self, unit: Unit) -> Iterable[_UnitRef]:
@@ -82,10 +76,6 @@ class ExecutionOrder:
     def first(self) -> Iterable[_UnitRef]:
         """Return all units in the known order."""
         return iter(self._known)
-
-    def names(self) -> list[str]:
-        """Return the names of the units that the last forward of the root ran."""
-        return [unit.name for unit in (ref() for ref in self._known) if unit is not None]
 
 
 class Prefetcher:

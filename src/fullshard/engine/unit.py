@@ -25,6 +25,7 @@ from fullshard.engine.reduction.unit_gradients import UnitGradients
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.states import GradientState, InnerBackward, OpenForward, ParameterState, Phase
 from fullshard.errors import FullshardError, PhaseError
+from fullshard.ranks.watchdog import watch
 
 __all__ = ["Unit"]
 
@@ -84,6 +85,7 @@ class Unit:
         for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
             parameter.unit, parameter.offloaded = self.ref, offloaded
         self.build_buckets()
+        watch()
 
     @property
     def has_leaf_modules(self) -> bool:

@@ -41,17 +41,17 @@ class GroupStore:
     rank: int  # in the group
     global_rank: int
     lock: threading.RLock  # for threads that use it in turns
-    _prefix: str
+    name: str  # the prefix of its keys
     _default: Any
     _count: int
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
-        self.ranks, self.rank, self.global_rank, self._prefix, self._default = [0], 0, 0, purpose, None
+        self.ranks, self.rank, self.global_rank, self.name, self._default = [0], 0, 0, purpose, None
         self.lock, self._count = threading.RLock(), 0
         if group is not None:
             self.ranks, self.rank = dist.get_process_group_ranks(group), group.rank()
             self.global_rank = self.ranks[self.rank]
-            self._prefix = f"fullshard/{purpose}/{digest_of((group.group_name, self.ranks)).hex()}"
+            self.name = f"fullshard/{purpose}/{digest_of((group.group_name, self.ranks)).hex()}"
             # Looked up here: ranks that are threads have separate default stores, and other threads may use this.
             self._default = dist.distributed_c10d._get_default_store()
 
@@ -69,7 +69,7 @@ class GroupStore:
     @functools.cached_property
     def keys(self) -> Store:
         """The store, on a separate connection: a store is locked while a thread waits on it."""
-        return PrefixStore(self._prefix, HashStore() if self._default is None else self._default.clone())
+        return PrefixStore(self.name, HashStore() if self._default is None else self._default.clone())
 
     def next_rendezvous(self) -> Rendezvous:
         """Return the next rendezvous. All ranks of the group call it for the same ones, in the same order."""
@@ -90,10 +90,10 @@ class Rendezvous:
     """
 
     _store: GroupStore
-    _number: int
+    number: int
 
     def __init__(self, store: GroupStore, number: int) -> None:
-        self._store, self._number = store, number
+        self._store, self.number = store, number
 
     def report(self, value: Any) -> int:
         """Add a report of this rank, and return how many there are."""
@@ -121,7 +121,7 @@ class Rendezvous:
                 self._store.keys.delete_key(self._key(key))
 
     def _key(self, name: str) -> str:
-        return f"{self._number}/{name}"
+        return f"{self.number}/{name}"
 
     def _read(self, name: str) -> bytes:
         # One request that never waits, which get() would if the key is not there.

@@ -22,15 +22,15 @@ are known not to have called it, and for nobody else.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fullshard.progress import Launch
 from fullshard.ranks.agreement import list_ranks, list_values, values_of_ranks
-from fullshard.ranks.order import first_difference
 
-__all__ = ["OURS", "Collectives", "GroupReport", "Report", "Verdict", "judge"]
+__all__ = ["OURS", "Collectives", "GroupReport", "Report", "Verdict", "explain_units", "judge"]
 
 OURS = "a launch of fullshard"  # among the collectives of a process group; ``GroupReport`` says more about it
 _UNITS_SHOWN = 3
@@ -53,8 +53,8 @@ _SAME_CUTS = (
     "for different versions of fullshard or torch"
 )
 _SAME_CALLS = (
-    "All ranks of a group have to call the same collectives in the same order. full_tensor(), norms, clipping and "
-    "state dicts of DTensors are collectives, too: call them on all ranks, also if one rank alone uses the result"
+    "All ranks of a group have to call the same collectives in the same order. full_tensor(), norms, clipping, state "
+    "dicts, save and load are collectives, too: call them on all ranks, also if one rank alone uses the result"
 )
 _RAISED = "Look for the error in the output of that rank; an exception that is handled has to be handled on all ranks"
 _ENDED = "Look for an error in the output of that rank; or ranks have different numbers of batches (drop_last)"
@@ -255,6 +255,26 @@ def judge(
     return None  # some wait for the network alone
 
 
+def explain_units(units: Mapping[int, Mapping[str, str]]) -> str:
+    """Return an error message about two ranks that differ in the parameters of the same units.
+
+    Args:
+        units: By global rank and name of the unit, a line for each parameter.
+    """
+    for at in (0, None):  # first without the places in a flat parameter, which are others in all of it
+        for name in dict.fromkeys(name for own in units.values() for name in own):
+            parameters = (own[name].split("\n") for own in units.values())
+            for lines in itertools.zip_longest(*parameters, fillvalue="no more parameters"):
+                if len({line if at is None else line.split(", from element ")[at] for line in lines}) > 1:
+                    return (
+                        f"ranks have sharded different parameters: {_unit_called(name)} has "
+                        f"{list_values(dict(zip(units, lines, strict=True)))}. All ranks of a process group have to "
+                        "shard the same parameters alike: names, shapes, dtypes, requires_grad, and the arguments of "
+                        "fully_shard"
+                    )
+    raise AssertionError("digests differ but units do not")
+
+
 def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     """Return the ranks that stuck ranks wait for: of their group, if it is known, else of all their groups."""
     wanted: set[int] = set()
@@ -366,7 +386,7 @@ def _cuts(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
         return None  # a rank does not say it
     at = next(i for i in range(len(launches[0].units)) if len({launch.layouts[i] for launch in launches}) > 1)
     lines = {rank: reports[rank].layouts.get(str(launch.layouts[at]), "").split("\n") for rank, launch in here.items()}
-    unit = repr(launches[0].units[at]) if launches[0].units[at] else "the root"
+    unit = _unit_called(launches[0].units[at])
     for line in range(max(map(len, lines.values()))):
         told = {rank: own[line] if line < len(own) else "no more parameters" for rank, own in lines.items()}
         if len(set(told.values())) > 1:
@@ -417,8 +437,17 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
 
 def _order(reports: Mapping[int, Report]) -> str:
     """Return a sentence about a difference between the units that ran in the last forward, if there is one."""
-    difference = first_difference({rank: report.order for rank, report in reports.items()})
+    difference = _first_different_unit({rank: report.order for rank, report in reports.items()})
     return "" if difference is None else f"Their last forwards ran different units {difference}"
+
+
+def _first_different_unit(orders: Mapping[int, Sequence[str]]) -> str | None:
+    """Return where the units that ran, by global rank, differ first; None if they agree as far as known."""
+    for position in range(max(map(len, orders.values()), default=0)):
+        here = {rank: _unit_called(order[position]) for rank, order in orders.items() if position < len(order)}
+        if len(set(here.values())) > 1:
+            return f"at position {position} (from 0): {list_values(here)}"
+    return None
 
 
 def _caught(reports: Mapping[int, Report]) -> str:
@@ -440,10 +469,14 @@ def _describe(launches: Sequence[Launch]) -> list[str]:
 
 
 def _describe_one(launch: Launch, first: int, *, numbered: bool = False) -> str:
-    units = [repr(unit) if unit else "the root" for unit in launch.units]
+    units = [_unit_called(unit) for unit in launch.units]
     for at, number in enumerate(launch.numbers if numbered else ()):
         units[at] += f" of model {number + 1}"  # of those that have such a unit, in the order of their first forwards
     shown = units[first : first + _UNITS_SHOWN] or ["no more units"]
     more = len(units) - first - len(shown)
     names = ("... " if first else "") + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     return f"{launch.kind.replace('_', '-')} of {names} (step {launch.step}, microbatch {launch.microbatch})"
+
+
+def _unit_called(name: str) -> str:
+    return repr(name) if name else "the root"

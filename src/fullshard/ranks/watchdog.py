@@ -60,9 +60,8 @@ from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
-from fullshard.ranks.order import explain_units
 from fullshard.ranks.store import GroupStore, seconds_from
-from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, judge
+from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, explain_units, judge
 
 __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
 
@@ -103,6 +102,8 @@ def watch() -> None:
     """Start the watchdog of the default process group, unless it runs, is disabled, or there is nothing to watch."""
     current: Watchdog | None = PROGRESS.watchdog
     if current is not None and current.watches(dist.group.WORLD):
+        if not PROGRESS.threads:
+            current.watch_thread()
         return
     if current is not None:
         current.close()
@@ -193,6 +194,14 @@ class Watchdog:
         """True if this is the watchdog of ``world``, and its thread runs."""
         return world is self._world and not self._stop.is_set()
 
+    def watch_thread(self) -> None:
+        """Watch the thread that calls this."""
+        self._training = threading.get_ident()
+
+    def watches_thread(self) -> bool:
+        """True if the thread that calls this is watched."""
+        return self._training == threading.get_ident() and not self._stop.is_set()
+
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one of collectives: the failure, or ``error`` if none is found in time.
 
@@ -236,17 +245,6 @@ class Watchdog:
             _logger.warning("rank %d has not compared its parameters with other ranks': %s", self._rank, error)
             return
         raise FullshardError(told)
-
-    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return which of ``ranks`` will not come, as they have ended, and what is known of each."""
-        found = {}
-        for rank in ranks:
-            beat = self._beat_of(rank)
-            if beat.ended:
-                found[rank] = f"its process has ended; it was in {beat.place}"
-            elif self._state_of(beat, {}) == GONE:
-                found[rank] = f"its process is gone; it was last seen in {beat.place}"
-        return found
 
     # ---------------------------------------------------------------- on the threads
 
@@ -342,6 +340,7 @@ class Watchdog:
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
         ranks = {rank for log in _logs() for rank in log.ranks}
+        ranks.update(*(ranks for ranks, _ in list(PROGRESS.barriers.values())))
         reports: dict[int, Report] = {}
         quiet: dict[int, _Beat] = {}
         silent: list[int] = []
@@ -434,15 +433,18 @@ class Watchdog:
         logs = _logs(destroyed=self._has_ended)
         named = {log.index: log.name for log in logs}
         groups = {log.name: GroupReport(log.ranks, *log.recent(), log.began) for log in logs}
+        # Who waits in a barrier waits for those that have not come to as many. Being in one is no launch of a forward.
+        groups |= {name: GroupReport(*at, (), at[1]) for name, at in list(PROGRESS.barriers.items())}
         layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
-        waiting = PROGRESS.waiting
+        waiting, barrier = PROGRESS.waiting, PROGRESS.barrier
+        waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
         caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
         report = partial(
             Report,
             place=place,
             caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
-            waits_for=(named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None,
+            waits_for=waits_for if barrier is None else (barrier[2], barrier[3] - 1),
             locks={lock: state_of(lock) for lock in locks_seen()},
             order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
@@ -465,7 +467,7 @@ class Watchdog:
     def _since_stuck(self) -> float | None:
         """Return since when the training thread waits for collectives, if that is long enough to be stuck."""
         now, waiting = time.monotonic(), PROGRESS.waiting
-        since = None if waiting is None else waiting[0]
+        since = waiting[0] if waiting is not None else None if PROGRESS.barrier is None else PROGRESS.barrier[0]
         if self._broken is not None:
             return self._broken[1]
         if since is None and now - self._idle[2] > self.stuck_s and communicates():
@@ -677,8 +679,10 @@ def _short(error: RuntimeError) -> str:
 
 def _place() -> str:
     """Return what the training thread is in the middle of."""
-    where, steps = PROGRESS.phase, PROGRESS.steps
-    if PROGRESS.unit is not None:
+    where, steps, barrier = PROGRESS.phase, PROGRESS.steps, PROGRESS.barrier
+    if barrier is not None:
+        where = barrier[1]
+    elif PROGRESS.unit is not None:
         where = f"the {where} of {repr(PROGRESS.unit) if PROGRESS.unit else 'the root'}"
     return f"{where} (step {steps.step}, microbatch {max(steps.microbatch, 0)})"
 

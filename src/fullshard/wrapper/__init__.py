@@ -5,6 +5,5 @@
 - ``auto_wrap.py``       ``auto_wrap_policy``; ``rollback.py``: restores the module if wrapping fails
 - ``initialization.py``  modules on the meta device, ``param_init_fn``, ``sync_module_states``
 - ``summon.py``          ``summon_full_params``
-- ``order.py``           checks of the execution order
 - ``state_dict/``        state dicts of the model and of optimizers
 """

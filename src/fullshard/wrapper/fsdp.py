@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
-from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
 from fullshard.engine.runtime import runtime_of
@@ -39,7 +38,6 @@ from fullshard.wrap import Policy, PolicyFunction, WrapPlan
 from fullshard.wrapper.auto_wrap import plan_wrappers
 from fullshard.wrapper.initialization import Initializer, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
-from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
@@ -233,28 +231,15 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with unsharded parameters.
 
-        In the first training forward, the root compares the order of units between all ranks.
-
         Args:
             *args: Positional arguments of the wrapped module.
             **kwargs: Keyword arguments of the wrapped module.
 
         Returns:
             The output of the wrapped module.
-
-        Raises:
-            FullshardError: On all ranks, if the ranks run different units.
         """
         if computes_on_copies(unit_at(self)):
             return self._fsdp_wrapped_module(*args, **kwargs)
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
-            runtime = runtime_of(unit_at(self))
-            if runtime.root() is unit_of(self) and not runtime.busy:
-                with checked_execution_order(runtime):
-                    return self._run(args, kwargs)
-        return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = outside_graph if torch.compiler.is_compiling() else _identity
         dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
         args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
