@@ -83,7 +83,6 @@ def serve(descriptor: int, rank: int, world_size: int, directory: Path) -> None:
             return
         number = next(jobs)
         _reset(*initial_state)
-        _destroy_groups(place[0])
         outcome = _run(rank, lambda job=job: _call(job, place[0], directory.parent))
         connection.send_bytes(_pickled(outcome))
 
@@ -131,6 +130,8 @@ def _destroy_groups(rank: Rank) -> None:
 
     Not at the end of the body: other ranks may still wait for what this one has sent.
     """
+    if rank.group not in distributed_c10d._world.pg_map:
+        return  # a body has destroyed them all
     groups = sys.modules.get("fullshard.comm.groups")  # some ranks are to find out what importing it does
     kept = {rank.group}
     for mesh in (rank.mesh, *rank._meshes.values()):
@@ -142,6 +143,7 @@ def _destroy_groups(rank: Rank) -> None:
 
 
 def _call(job: Job, rank: Rank, compiled: Path) -> Any:
+    _destroy_groups(rank)
     sys.path[:] = job.search_path
     body: Any = _load(job.module, job.path, compiled)
     for name in job.qualname.split("."):

@@ -99,7 +99,10 @@ _generations = itertools.count()  # of default process groups in this process: t
 
 
 def watch() -> None:
-    """Start the watchdog of the default process group, unless it runs, is disabled, or there is nothing to watch."""
+    """Start the watchdog of the default process group, unless it has one, it is disabled, or nothing is to be watched.
+
+    One that has ended itself is not replaced: ranks count them, and would look for each other in different places.
+    """
     current: Watchdog | None = PROGRESS.watchdog
     if current is not None and current.watches(dist.group.WORLD):
         if not PROGRESS.threads:
@@ -191,8 +194,8 @@ class Watchdog:
         atexit.unregister(self._exit)
 
     def watches(self, world: dist.ProcessGroup | None) -> bool:
-        """True if this is the watchdog of ``world``, and its thread runs."""
-        return world is self._world and not self._stop.is_set()
+        """True if this is the watchdog of ``world``, though it may have ended."""
+        return world is self._world
 
     def watch_thread(self) -> None:
         """Watch the thread that calls this."""
