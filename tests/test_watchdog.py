@@ -755,7 +755,7 @@ def stopped_for_a_while(rank: Rank, shard: Any) -> None:
 
 def another_thread_trains(rank: Rank, shard: Any) -> None:
     """On one rank two threads train; its watchdog ends, and others wait for it."""
-    groups = [dist.new_group([each]) for each in range(4)]
+    groups = [dist.new_group([each]) for each in range(rank.world_size)]
     model = shard(Net())
     step_of(model)
     if rank.rank == 1:

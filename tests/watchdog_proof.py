@@ -103,7 +103,7 @@ def background_save(rank: Rank, shard: Any) -> None:
     for _ in range(4):
         step_of(model)
         time.sleep(LONG_S / 3 * (rank.rank == 1))
-    handle.wait()
+    handle.result()
     time.sleep(LONG_S * (rank.rank == 2))
     fullshard.checkpoint.save(f"{folder[0]}/b", model)
     time.sleep(LONG_S * (rank.rank == 0))

@@ -3,6 +3,7 @@
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
 - ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
+- ``hosts.py``        which ranks share a host, and who passes messages on
 - ``group_costs.py``  which shards NCCL sends packed
 - ``custom.py``, ``pooled.py``, ``hooked.py``  custom collectives, memory and communication hooks
 - ``quantized/``      quantized communication, for slow networks

@@ -1,4 +1,4 @@
-"""Gloo: every rank sends its shards straight to every other rank.
+"""Gloo: every rank sends its shards straight to every other rank, or to one on each other host.
 
 Why not gloo's own collectives: one unit of 12.6 M fp32 parameters on two ranks of one machine (median of six,
 docs/design/transports.md has the script): one flat all-gather 45 ms, one all-gather per parameter issued
@@ -15,8 +15,8 @@ work out the same offsets, for sizes and dtypes are equal on all ranks. A shard 
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -25,9 +25,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport
+from fullshard.comm.collective import all_gather_flat
 from fullshard.comm.groups import GroupRecord, record_of
+from fullshard.comm.hosts import Routes, this_host
 from fullshard.comm.summation import fold
 from fullshard.memory import HostWork, Work, wait_for_all
+from fullshard.progress import PROGRESS
 
 __all__ = ["GlooTransport"]
 
@@ -60,12 +63,12 @@ class GlooTransport(Transport):
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = [operand for request in requests for operand in request.operands]
         exchange = self._exchange("all_gather", requests)
-        self._send_to_all(exchange, [operand.shard for operand in operands], operands, _part)
+        works = self._send_to_all(exchange, [operand.shard for operand in operands], operands, _part)
         for operand in operands:
             own = _part(operand, self.rank)
             if own.data_ptr() != operand.shard.data_ptr():
                 own.copy_(operand.shard)
-        return [*exchange.arrivals, *exchange.sends]
+        return works
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = _scaled_before(requests)
@@ -74,8 +77,7 @@ class GlooTransport(Transport):
             [_part(operand, self.rank) for operand, _ in operands],
             [operand.shard for operand, _ in operands],
         )
-        sums = self._sums(exchange, operands, own, targets, _part)
-        return [*sums, *exchange.sends]
+        return self._sums(exchange, operands, own, targets, _part)
 
     @property
     def sums_at_once(self) -> bool:  # type: ignore[override]
@@ -94,9 +96,7 @@ class GlooTransport(Transport):
         operands = _scaled_before(requests)
         exchange = self._exchange("all_reduce", requests)
         own = [self._share(operand, self.rank) for operand, _ in operands]
-        sums = self._sums(exchange, operands, own, own, self._share)
-        # Sums and second exchange overwrite what was sent: it has to be gone first.
-        works = [*exchange.sends, *sums]
+        works = self._sums(exchange, operands, own, own, self._share)
         if self.sums_at_once:
             return works
         spread = partial(
@@ -106,8 +106,7 @@ class GlooTransport(Transport):
 
     def _spread(self, exchange: _Exchange, sums: Sequence[torch.Tensor], operands: Sequence[Operand]) -> None:
         """Second half of an all-reduce: send the sums of this rank's shares to all, and wait for theirs."""
-        self._send_to_all(exchange, sums, operands, self._share)
-        wait_for_all([*exchange.arrivals, *exchange.sends])
+        wait_for_all(self._send_to_all(exchange, sums, operands, self._share))
 
     def _share(self, operand: Operand, rank: int) -> torch.Tensor:
         """Return the share of an all-reduced tensor that ``rank`` sums."""
@@ -120,12 +119,26 @@ class GlooTransport(Transport):
 
     def _send_to_all(
         self, exchange: _Exchange, sent: Sequence[torch.Tensor], operands: Sequence[Operand], part: _PartOf
-    ) -> None:
+    ) -> list[Work]:
         """Send the same to every rank, and receive each rank's part of the operands in its place."""
+        routes = self._routes
+
+        def receive(peer: int, owner: int) -> list[_Arrival]:
+            return exchange.receive(peer, [part(operand, owner) for operand in operands])
+
+        here = [arrival for peer in routes.neighbors for arrival in receive(peer, peer)]
+        far = {owner: receive(owner, owner) for owner in routes.relayed_by(self.rank)}
+        here += [a for peer in routes.neighbors for owner in routes.relayed_by(peer) for a in receive(peer, owner)]
         messages = exchange.pack(sent)
-        for peer in self._peers():
+        for peer in [*routes.counterparts, *routes.neighbors]:  # the slow ones first
             exchange.send(peer, messages)
-            exchange.receive(peer, [part(operand, peer) for operand in operands])
+
+        def relay(arrivals: Sequence[_Arrival]) -> None:
+            for peer in routes.neighbors:
+                exchange.send(peer, [arrival.message.memory for arrival in arrivals])
+
+        relays = [HostWork(arrivals, partial(relay, arrivals)) for arrivals in far.values()]
+        return [*relays, *here, exchange.sent()]
 
     def _sums(
         self,
@@ -134,20 +147,61 @@ class GlooTransport(Transport):
         own: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         part: _PartOf,
-    ) -> list[HostWork]:
-        """Send every rank its part of the operands; add up what arrives, and this rank's ``own``, in ``targets``."""
-        terms = [{self.rank: mine} for mine in own]
-        for peer in self._peers():
+    ) -> list[Work]:
+        """Send every rank its part of the operands; add up what arrives, and this rank's ``own``, in ``targets``.
+
+        Of ranks of other hosts come sums over their hosts, and they are sent the same.
+        """
+        routes = self._routes
+        terms: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in own]
+        # What comes first of the others is received in the target itself, unless this rank's own lies there.
+        first = min([*routes.neighbors] if len(routes.hosts) == 1 else routes.counterparts, default=-1)
+
+        def parts(owner: int) -> list[torch.Tensor]:
+            return [part(operand, owner) for operand, _ in operands]
+
+        relays: list[Work] = []
+        relayed = routes.relayed_by(self.rank)
+        for owner in relayed if routes.neighbors else ():
+            for_owner: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in parts(owner)]
+            waited: list[_Arrival] = []
+            for peer in routes.neighbors:
+                for term in for_owner:
+                    term[peer] = torch.empty_like(term[self.rank])
+                waited += exchange.receive(peer, [term[peer] for term in for_owner])
+            relays.append(HostWork(waited, partial(self._relay_sums, exchange, owner, for_owner)))
+        arrivals: list[list[_Arrival]] = [[] for _ in operands]
+        for peer in [*routes.counterparts, *routes.neighbors]:
             for term, mine, target in zip(terms, own, targets, strict=True):
-                # The first of the others' is received in the target itself, unless this rank's own lies there.
-                is_first = peer == (0 if self.rank else 1) and target is not mine
-                term[peer] = target if is_first else torch.empty_like(target)
-            exchange.send(peer, exchange.pack([part(operand, peer) for operand, _ in operands]))
-            exchange.receive(peer, [term[peer] for term in terms])
-        return [
-            HostWork(exchange.arrivals_of[index], partial(_add_up, term, target, scaling))
+                term[peer] = target if peer == first and target is not mine else torch.empty_like(target)
+            for arrival in exchange.receive(peer, [term[peer] for term in terms]):
+                for index in arrival.message.indices:
+                    arrivals[index].append(arrival)
+        for owner in () if routes.neighbors else relayed:
+            exchange.send(owner, exchange.pack(parts(owner)))
+        for peer in routes.neighbors:
+            for owner in [*routes.relayed_by(peer), peer]:
+                exchange.send(peer, exchange.pack(parts(owner)))
+        sums = [
+            HostWork(arrivals[index], partial(self._add_up, term, target, scaling))
             for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
         ]
+        # What was sent may be overwritten by sums: it has to be gone first.
+        return [*relays, exchange.sent(), *sums]
+
+    def _relay_sums(self, exchange: _Exchange, owner: int, terms: Sequence[dict[int, torch.Tensor]]) -> None:
+        """Send a rank of another host what this host has for it."""
+        exchange.send(owner, exchange.pack([_fold_in_order(term, self.rank) for term in terms]))
+
+    def _add_up(self, terms: dict[int, torch.Tensor], target: torch.Tensor, scaling: GradScaling) -> None:
+        """Add the terms of this host, and the sums of others, in an order that does not depend on which came first."""
+        here = self._routes.host
+        by_host = {rank: term for rank, term in terms.items() if rank not in here}
+        if by_host:
+            own = {rank: terms[rank] for rank in here}
+            by_host[min(here)] = _fold_in_order(own, self.rank) if len(own) > 1 else own[self.rank]
+        ordered = by_host or terms
+        fold([ordered[rank] for rank in sorted(ordered)], target, 1 / scaling.after)
 
     def _exchange(self, kind: Kind, requests: Sequence[CommRequest]) -> _Exchange:
         """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
@@ -156,9 +210,28 @@ class GlooTransport(Transport):
         tag = _TAG | (zlib.crc32(what) % 0x4000) * _COUNTED | count
         return _Exchange(self.group, tag, self.direct_bytes)
 
-    def _peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not all ranks send to the same one at once."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+    @functools.cached_property
+    def _routes(self) -> Routes:
+        """See [Note: Messages between hosts]. Not known before the first launch, which all ranks take part in."""
+        if self._record.routes is None:
+            self._record.routes = Routes(self._hosts(), self.rank)
+        return self._record.routes
+
+    def _hosts(self) -> list[list[int]]:
+        """The ranks of each host."""
+        if self.world_size < 3:  # each has nobody to pass anything on to
+            return [[rank] for rank in range(self.world_size)]
+        own = torch.tensor(list(this_host()), dtype=torch.uint8, device="cpu")
+        every = own.new_empty(self.world_size * own.numel())
+        PROGRESS.begin_wait(PROGRESS.launched)
+        try:
+            all_gather_flat(self.group, every, own).wait()
+        except RuntimeError as error:
+            raise PROGRESS.explained(error) from error
+        finally:
+            PROGRESS.end_wait()
+        names = [bytes(name.tolist()) for name in every.chunk(self.world_size)]
+        return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 
 
 class _Message(NamedTuple):
@@ -174,19 +247,30 @@ class _Message(NamedTuple):
             tensor.copy_(place)
 
 
-class _Exchange:
-    """The messages of one launch between this rank and its peers, all with one tag and all in flight together."""
+class _Arrival(HostWork):
+    """The receipt of a message."""
 
-    arrivals: list[HostWork]
-    arrivals_of: defaultdict[int, list[HostWork]]  # by the index of the tensor received, from all peers
-    sends: list[Work]
+    message: _Message
+
+    def __init__(self, work: Work, message: _Message) -> None:
+        super().__init__([work], message.unpack)
+        self.message = message
+
+
+class _Exchange:
+    """The messages of one launch between this rank and its peers, all with one tag and all in flight together.
+
+    Receives are posted before the first send: gloo puts the notice of a receive behind a payload that is under way, and
+    both directions of a real link then take turns.
+    """
+
     _group: dist.ProcessGroup
     _tag: int
     _small: int  # tensors of fewer bytes are joined
+    _sends: list[Work]
 
     def __init__(self, group: dist.ProcessGroup, tag: int, small: int) -> None:
-        self._group, self._tag, self._small = group, tag, small
-        self.arrivals, self.arrivals_of, self.sends = [], defaultdict(list), []
+        self._group, self._tag, self._small, self._sends = group, tag, small, []
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The messages that carry ``tensors``."""
@@ -198,16 +282,16 @@ class _Exchange:
 
     def send(self, peer: int, messages: Sequence[torch.Tensor]) -> None:
         """Start sending what ``pack`` made."""
-        self.sends += [self._group.send([message], peer, self._tag) for message in messages]
+        self._sends += [self._group.send([message], peer, self._tag) for message in messages]
 
-    def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[_Arrival]:
         """Start receiving what ``peer`` packed of tensors of the same sizes."""
-        for message in self._messages(tensors):
-            work = self._group.recv([message.memory], peer, self._tag)
-            arrival = HostWork([work], message.unpack)
-            self.arrivals.append(arrival)
-            for index in message.indices:
-                self.arrivals_of[index].append(arrival)
+        messages = self._messages(tensors)
+        return [_Arrival(self._group.recv([each.memory], peer, self._tag), each) for each in messages]
+
+    def sent(self) -> HostWork:
+        """Return a work that waits for all that is sent until it is waited for."""
+        return HostWork((), lambda: wait_for_all(self._sends))
 
     def _messages(self, tensors: Sequence[torch.Tensor]) -> list[_Message]:
         """Large tensors one by one, then small ones together, unless there is only one. Empty ones are not sent."""
@@ -243,6 +327,8 @@ def _scaled_before(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradS
     return operands
 
 
-def _add_up(terms: dict[int, torch.Tensor], target: torch.Tensor, scaling: GradScaling) -> None:
-    """Add the ranks' terms in the order of the ranks, so that the result does not depend on which came first."""
-    fold([terms[rank] for rank in sorted(terms)], target, 1 / scaling.after)
+def _fold_in_order(terms: dict[int, torch.Tensor], rank: int) -> torch.Tensor:
+    """Add the terms of several ranks in their order, in memory of one that is not ``rank``'s, and return it."""
+    target = terms[min(terms.keys() - {rank})]
+    fold([terms[each] for each in sorted(terms)], target)
+    return target

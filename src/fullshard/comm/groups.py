@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fullshard.comm.hosts import Routes
+
 __all__ = ["GroupRecord", "part_of", "record_of"]
 
 Part = tuple[tuple[int, ...], str]  # ranks and purpose
@@ -30,11 +32,13 @@ class GroupRecord:
     Args:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
+        routes: Which ranks of it share a host; None: not known yet.
         made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
     """
 
     exchanges: int = 0
     parts: dict[Part, dist.ProcessGroup] = field(default_factory=dict)
+    routes: Routes | None = None
     made: Counter[Part] = field(default_factory=Counter)
 
 

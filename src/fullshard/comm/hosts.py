@@ -1,0 +1,67 @@
+"""Which ranks of a process group share a host: a message between them does not take the time of a network.
+
+[Note: Messages between hosts]
+A link between hosts is shared by the ranks of a host and is slow, so each byte crosses it once per host and not once
+per rank. An all-gather sends a shard to one rank of each other host, its *counterpart*, which passes it on within its
+host. A reduce-scatter adds up within each host what is for a rank of another one, and sends the sum. A host with one
+rank of the group, and a single host, are no special cases: there is nothing to pass on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Routes", "this_host"]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The ways of messages from and to one rank of a group.
+
+    Args:
+        hosts: Ranks of the group by host, each in order; hosts in the order of their first ranks.
+        rank: This rank.
+    """
+
+    hosts: Sequence[Sequence[int]]
+    rank: int
+
+    @property
+    def host(self) -> Sequence[int]:
+        """The ranks on this rank's host, and it."""
+        return next(host for host in self.hosts if self.rank in host)
+
+    @property
+    def neighbors(self) -> list[int]:
+        """The other ranks on this rank's host, nearest first, so that not all ranks send to the same one at once."""
+        at = self.host.index(self.rank)
+        return [*self.host[at + 1 :], *self.host[:at]]
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The rank of each other host with which this rank exchanges messages, nearest first."""
+        others = self._others()
+        index = self.host.index(self.rank)
+        return [host[index % len(host)] for host in others]
+
+    def relayed_by(self, rank: int) -> list[int]:
+        """Return the ranks of other hosts with which a rank of this host exchanges messages for its whole host."""
+        at = self.host.index(rank)
+        return [each for host in self._others() for i, each in enumerate(host) if i % len(self.host) == at]
+
+    def _others(self) -> list[Sequence[int]]:
+        """The other hosts, nearest first."""
+        at = next(index for index, host in enumerate(self.hosts) if self.rank in host)
+        return [*self.hosts[at + 1 :], *self.hosts[:at]]
+
+
+def this_host() -> bytes:
+    """Return 8 bytes that stand for the machine of this process; or for its network, where namespaces divide it."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    known = platform.node(), boot.exists() and boot.read_text(), network.exists() and os.readlink(network)
+    return hashlib.blake2b(repr(known).encode(), digest_size=8).digest()

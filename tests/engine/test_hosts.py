@@ -1,0 +1,154 @@
+"""Messages between hosts: each byte crosses a link once per host, and sums are in one order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import fully_shard, replicate
+from fullshard.comm import gloo
+from fullshard.comm.base import CommRequest, GradScaling, Operand
+from fullshard.comm.gloo import GlooTransport
+from fullshard.comm.hosts import Routes
+from fullshard.memory import wait_for_all
+from ranks import Rank, on_ranks
+
+# Ranks of each host; the second rank of a host is not the next one in the third.
+HOSTS = [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]], [[0, 3], [1], [2]]]
+SIZES = (5, 40_000, 3)  # elements of a shard: joined, sent alone, joined
+
+
+@pytest.mark.parametrize("hosts", [*HOSTS, [[0, 1, 2, 3], [4, 5, 6]], [[0], [1, 2, 3, 4, 5, 6, 7], [8, 9]]])
+def test_every_rank_is_reached_once(hosts: Sequence[Sequence[int]]) -> None:
+    """Of each rank, one rank of each other host gets what it sends, and passes it on to its whole host."""
+    world = sum(map(len, hosts))
+    routes = [Routes(hosts, rank) for rank in range(world)]
+    for here in routes:
+        had = Counter([here.rank, *here.neighbors, *here.counterparts])
+        for entry in here.counterparts:
+            there = routes[entry]
+            assert here.rank in there.relayed_by(entry)
+            had.update(there.neighbors)
+            for other in there.neighbors:
+                assert here.rank in routes[other].relayed_by(entry) and here.rank not in routes[other].relayed_by(other)
+        assert had == Counter(range(world))
+
+
+class Counted:
+    """A process group that counts bytes between ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.sent = group, Counter[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sent[peer] += sum(tensor.nbytes for tensor in tensors)
+        return self.group.send(tensors, peer, tag)
+
+
+def transport_of(rank: Rank, hosts: Sequence[Sequence[int]]) -> GlooTransport:
+    transport = GlooTransport(rank.group)
+    transport.__dict__["_routes"] = Routes(hosts, rank.rank)
+    transport.group = Counted(rank.group)  # type: ignore[assignment]
+    return transport
+
+
+def far_bytes(transport: GlooTransport, hosts: Sequence[Sequence[int]]) -> int:
+    here = Routes(hosts, transport.rank).host
+    return sum(size for peer, size in transport.group.sent.items() if peer not in here)  # type: ignore[attr-defined]
+
+
+def total(value: int) -> int:
+    found = torch.tensor([value])
+    dist.all_reduce(found)
+    return int(found)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_collectives(rank: Rank, hosts: list[list[int]], dtype: torch.dtype) -> None:
+    """Results are the same wherever ranks are, up to the order of sums; bytes between hosts are the fewest possible."""
+    torch.manual_seed(rank.rank)
+    transport = transport_of(rank, hosts)
+    shards = [torch.randn(size).to(dtype) for size in SIZES]
+    nbytes = sum(shard.nbytes for shard in shards)
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, shards)
+
+    operands = [Operand(shard, torch.full((4 * len(shard),), -1, dtype=dtype)) for shard in shards]
+    wait_for_all(transport.all_gather([CommRequest("a", operands)]))
+    for index, operand in enumerate(operands):
+        assert torch.equal(operand.unsharded, torch.cat([each[index] for each in every]))
+    assert total(far_bytes(transport, hosts)) == 4 * (len(hosts) - 1) * nbytes
+
+    whole = [torch.randn(4 * size).to(dtype) for size in SIZES]
+    before = [each.clone() for each in whole]
+    dist.all_gather_object(every, whole)
+    wanted = [sum(each[index].double() for each in every) / 4 for index in range(len(SIZES))]
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    transport.group.sent.clear()  # type: ignore[attr-defined]
+    operands = [Operand(torch.empty_like(shard), each) for each, shard in zip(whole, shards, strict=True)]
+    wait_for_all(transport.reduce_scatter([CommRequest("a", operands, GradScaling(1, 4))]))
+    for operand, expected, mine in zip(operands, wanted, before, strict=True):
+        size = operand.shard.numel()
+        part = expected.narrow(0, rank.rank * size, size)
+        torch.testing.assert_close(operand.shard.double(), part, **tolerance)
+        assert torch.equal(operand.unsharded, mine)  # it may be autograd's
+    assert total(far_bytes(transport, hosts)) == 4 * (len(hosts) - 1) * nbytes
+
+    operands = [Operand(each, each) for each in whole]
+    wait_for_all(transport.all_reduce([CommRequest("a", operands, GradScaling(1, 4))]))
+    for operand, expected in zip(operands, wanted, strict=True):
+        torch.testing.assert_close(operand.unsharded.double(), expected, **tolerance)
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, operand.unsharded)
+        assert all(torch.equal(found[0], each) for each in found)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shard", [fully_shard, replicate])
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_training(rank: Rank, hosts: list[list[int]], shard: Any) -> None:
+    """A model trains as without sharding."""
+
+    def train(wrap: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
+        if wrap:
+            for layer in model:
+                shard(layer) if isinstance(layer, nn.Linear) else None
+            shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(8, 64)
+            loss = model(x.chunk(4)[rank.rank] if wrap else x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+            if wrap:
+                dist.all_reduce(losses[-1])
+        return losses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gloo, "this_host", lambda: bytes([next(i for i, host in enumerate(hosts) if rank.rank in host)] * 8)
+        )
+        group = dist.new_group()
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        usual = shard
+        shard = lambda module: usual(module, mesh=mesh)  # noqa: E731
+        found = train(True)
+        assert gloo.record_of(group).routes == Routes(hosts, rank.rank)
+    torch.testing.assert_close([each / 4 for each in found], train(False))
