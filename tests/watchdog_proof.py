@@ -272,7 +272,7 @@ class Case:
     def end(self) -> str:
         """End its processes, and return what is wrong; empty if nothing is."""
         said = self.said()
-        if wrong := self._wrong(said):
+        if wrong := self.wrong_about(said):
             for pid in self.pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
@@ -286,7 +286,8 @@ class Case:
             shutil.rmtree(self.folder, ignore_errors=True)
         return wrong
 
-    def _wrong(self, said: dict[int, str]) -> str:
+    def wrong_about(self, said: dict[int, str]) -> str:
+        """Return what is wrong about what ranks have said; empty if nothing is."""
         if self.words is None:
             bad = {rank: said.get(rank, "nothing") for rank in range(self.world) if said.get(rank) != "trained"}
             return f"ended a correct program: {bad}" if bad else ""
@@ -370,13 +371,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a name")
     options = parser.parse_args()
     programs.STUCK_S, programs.LOST_S, programs.LONG_S = 3.0, 60.0, LONG_S
-    spinners = [_spin() for _ in range(options.load)]
     waiting = [case for case in cases(options.repeat) if options.only in case.name]
+    sys.exit(run_all(waiting, at_once=options.at_once, load=options.load))
+
+
+def run_all(waiting: list[Any], at_once: int, load: int = 0) -> bool:
+    """Run cases and report. Returns True if one has failed."""
+    spinners = [_spin() for _ in range(load)]
     running: list[Case] = []
     failed, times, total = [], [], len(waiting)
     try:
         while waiting or running:
-            while waiting and len(running) < options.at_once:
+            while waiting and len(running) < at_once:
                 running.append(waiting.pop(0))
                 running[-1].start()
             time.sleep(0.5)
@@ -396,7 +402,7 @@ def main() -> None:
         f"{total} programs, {len(failed)} failed, load {os.getloadavg()[0]:.0f}; from the step's begin to the error: "
         f"{slowest}"
     )
-    sys.exit(bool(failed))
+    return bool(failed)
 
 
 def _spin() -> int:
