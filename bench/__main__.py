@@ -26,6 +26,7 @@ BENCHMARKS = {
     "page_faults": "bench.training.page_faults",
     "scaling": "bench.scaling.driver",
     "quantization": "bench.quantization",
+    "hosts": "bench.hosts.driver",
     "diagnosis": "bench.diagnosis.driver",
     "planned": "bench.planned.driver",
     "wrap_model": "bench.wrap_model",

@@ -87,6 +87,7 @@ class Contestant:
         kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered from forward to backward, told by hand.
         in_place: Of fullshard: weight gradients are written where they are sent.
+        quantized: Of fullshard: the format in which parameters and gradients are sent; empty: their own.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Contestant:
     kept: int = 0
     keep_last: int = 0
     in_place: bool = False
+    quantized: str = ""
 
 
 def _contestants() -> Iterator[Contestant]:
@@ -213,6 +215,7 @@ def distribute(
     prefetch: str | None = None,
     keep_last: int = 0,
     in_place: bool = False,
+    quantized: str = "",
     **options: Any,
 ) -> nn.Module:
     """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root.
@@ -226,6 +229,7 @@ def distribute(
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered between forward and backward.
         in_place: Of fullshard: write weight gradients where they are sent.
+        quantized: Of fullshard: the format in which parameters and gradients are sent; empty: their own.
         options: More that every unit gets.
     """
     if system == UNSHARDED:
@@ -242,6 +246,9 @@ def distribute(
         fully_shard(model, **every)
         if in_place:
             model.set_write_gradients_in_place(True)  # type: ignore[operator]
+        if quantized:
+            form = importlib.import_module(COMPOSABLE[system]).CommQuantization(quantized, quantized)
+            model.set_comm_quantization(shard=form)  # type: ignore[operator]
         return model
     if system not in WRAPPING:
         raise ValueError(f"unknown system {system!r}")

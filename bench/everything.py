@@ -90,7 +90,7 @@ STAGES = (
     _stage("quantization", 4.0, arguments="--steps 500"),
 )
 # A GPU's, which writes its own page; what compares fullshard with itself; what is calculated; and what only draws.
-APART = ("gpu", "diagnosis", "planned", "wrap_model", "pictures", "redraw", "all")
+APART = ("gpu", "hosts", "diagnosis", "planned", "wrap_model", "pictures", "redraw", "all")
 FULL_MINUTES = sum(stage.minutes for stage in STAGES)
 
 

@@ -34,6 +34,7 @@ class Launch:
     worker: str
     environment: Mapping[str, str]
     assignments: Sequence[Mapping[str, object]]
+    places: Sequence[Sequence[str]] = ()  # by rank, the beginning of a command that runs where the rank is to run
 
     @classmethod
     def of(
@@ -58,7 +59,10 @@ class Rank:
         self.log, self._timeout = log, timeout
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.worker", launch.worker, json.dumps(launch.assignments[rank])],
+            [
+                *(launch.places[rank] if launch.places else ()),
+                *(sys.executable, "-m", "bench.worker", launch.worker, json.dumps(launch.assignments[rank])),
+            ],
             cwd=REPOSITORY,
             env=dict(launch.environment),
             stdin=subprocess.PIPE,

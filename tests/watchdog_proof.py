@@ -397,7 +397,8 @@ def run_all(waiting: list[Any], at_once: int, load: int = 0) -> bool:
     finally:
         for pid in [*spinners, *(pid for case in running for pid in case.pids)]:
             os.kill(pid, signal.SIGKILL)
-    slowest = sorted(times, reverse=True)[:8]
+    by_name = {name: seconds for seconds, name in sorted(times)}
+    slowest = sorted(((seconds, name) for name, seconds in by_name.items()), reverse=True)[:8]
     print(
         f"{total} programs, {len(failed)} failed, load {os.getloadavg()[0]:.0f}; from the step's begin to the error: "
         f"{slowest}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,14 +183,30 @@ def refuse_what_does_not_fit(settings: Settings, contestants: int) -> None:
 
 
 def compete(
-    contestants: Sequence[Contestant], settings: Settings, trainer: str
+    contestants: Sequence[Contestant],
+    settings: Settings,
+    trainer: str,
+    places: Sequence[Sequence[str]] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Have all train in turns: the warm-up and all rounds. Returns the records, and why a contestant has none."""
+    """Have all train in turns: the warm-up and all rounds.
+
+    Args:
+        contestants: Who trains.
+        settings: What, and how often.
+        trainer: The module of a rank.
+        places: Where each rank runs, see ``Launch``; empty: here.
+        environment: Variables for all of them.
+
+    Returns:
+        The records, and why a contestant has none.
+    """
     records: dict[str, Record] = {}
     told = {"ranks": settings.ranks, "threads": settings.threads, **settings.assignment}
     with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
         for contestant in contestants:
-            teams.start(Launch.of(contestant, trainer, Path(folder), contestant=asdict(contestant), **told))
+            launch = Launch.of(contestant, trainer, Path(folder), contestant=asdict(contestant), **told)
+            teams.start(replace(launch, places=places, environment={**launch.environment, **(environment or {})}))
         for name in list(teams.alive):
             answers = teams.ask(name, "warm_up", steps=settings.warmup_steps)
             if answers is not None:

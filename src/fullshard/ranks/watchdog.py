@@ -92,6 +92,7 @@ _WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py", str(Path(
 _ENDS = "the watchdog ended this run, because ranks cannot go on: "
 _SUSPECTED = ("calls", "deadlock", "broken")  # if they last
 _OPERATIONS = str(Path("torch", "_ops.py"))
+_SPAWN = str(Path("torch", "multiprocessing", "spawn.py"))
 _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", "__call__", "apply")
 
 _logger = logging.getLogger(__name__)
@@ -661,9 +662,11 @@ def _first_lines(text: str) -> str:
 def _error_file() -> Path | None:
     """Return the file to which torch.multiprocessing.spawn, if it has started this process, writes what it catches."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and "error_file" not in frame.f_locals:
+    # Only there: ``f_locals`` of a frame of the user's would keep alive what its variables hold now.
+    while frame is not None and not frame.f_code.co_filename.endswith(_SPAWN):
         frame = frame.f_back
-    return None if frame is None else Path(str(frame.f_locals["error_file"]))
+    found = None if frame is None else frame.f_locals.get("error_file")
+    return None if found is None else Path(str(found))
 
 
 def _last_line(error_file: Path | None) -> str:

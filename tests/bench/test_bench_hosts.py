@@ -1,0 +1,127 @@
+"""Hosts that are namespaces: links are as fast as they say in both directions, and a small run of the benchmark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from bench.hosts.driver import Options, bounds, needed_bytes
+from bench.hosts.network import INTERFACE, hosts_on_this_machine, why_not
+from bench.models import GPTShape
+from small_runs import run_small
+
+REASON = why_not()
+needs_hosts = pytest.mark.skipif(bool(REASON), reason=f"no hosts on this machine: {REASON}")
+
+EXCHANGE = """
+import sys, time, torch, torch.distributed as dist
+from fullshard.comm import CommRequest, GlooTransport, Operand
+from fullshard.memory import wait_for_all
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+transport, seconds = GlooTransport(dist.group.WORLD), ([], [])
+for turn in range(10):
+    both = Operand(torch.zeros(2_500_000), torch.zeros(5_000_000))
+    dist.barrier()
+    begun = time.monotonic()
+    wait_for_all(transport.all_gather([CommRequest("a", [both])]))
+    seconds[0].append(time.monotonic() - begun)
+    one = torch.zeros(2_500_000)
+    dist.barrier()
+    begun = time.monotonic()
+    dist.recv(one, 0) if rank else dist.send(one, 1)
+    dist.barrier()
+    seconds[1].append(time.monotonic() - begun)
+print(*(sorted(each)[3] for each in seconds))
+"""
+
+
+def on_hosts(hosts: int, megabits: int, program: str, folder: Path, *, outage: float = 0.0) -> list[str]:
+    """What a program prints on each host, which gets its number and the path of a store."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    with hosts_on_this_machine(hosts) as network:
+        network.set_rate(megabits)
+        ranks = [
+            subprocess.Popen(
+                [*network.inside(host), sys.executable, "-c", program, str(host), str(folder / "store")],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in range(hosts)
+        ]
+        try:
+            if outage:
+                while not (folder / "steps").exists():
+                    time.sleep(0.1)
+                network.set_link(1, up=False)
+                time.sleep(outage)
+                network.set_link(1, up=True)
+            told = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * hosts, told
+    return told
+
+
+@needs_hosts
+def test_both_directions_at_once(tmp_path: Path) -> None:
+    """An exchange takes the time of its bytes in one direction, not in both: receives are posted before sends.
+
+    With sends first it took twice as long in every second exchange.
+    """
+    for told in on_hosts(2, 200, EXCHANGE, tmp_path):
+        both, one_way = map(float, told.split())
+        assert both < 1.5 * one_way, (both, one_way)
+
+
+OUTAGE = """
+import pathlib, sys, time, torch, torch.distributed as dist
+from fullshard import fully_shard
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(40):
+    loss = model(torch.ones(2, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 5:
+        pathlib.Path(sys.argv[2]).with_name("steps").touch()
+    time.sleep(0.1)
+print(f"{loss.item():.6f}")
+"""
+
+
+@needs_hosts
+def test_a_link_that_is_down_for_a_while(tmp_path: Path) -> None:
+    """Training goes on when it is back, with the same losses."""
+    told = on_hosts(2, 500, OUTAGE, tmp_path, outage=6.0)
+    assert len(set(told)) == 1 and float(told[0]) < 1
+
+
+@needs_hosts
+def test_a_small_run(tmp_path: Path) -> None:
+    """The benchmark runs, losses agree, and nobody is faster than the lower bound."""
+    options = "--megabits 500 --width 64 --blocks 2 --tokens 64 --rounds 1 --only unsharded --only fullshard"
+    page, result = run_small(tmp_path, "hosts", options, "--only", "fsdp2+our-malloc")
+    assert "500 Mbit/s, fullshard |" in page
+    (cell,) = result["cells"]
+    assert cell["losses_that_disagree"] == {} and cell["not_run"] == {}
+    assert cell["contestants"]["fullshard"]["median_step_seconds"] > 0
+
+
+def test_bounds() -> None:
+    """Two hosts with one rank each: half of the parameters twice, and half of the gradients."""
+    options = Options()
+    parameters = GPTShape(512, 6, 1024).parameters
+    assert needed_bytes(options, gathers=2) == 1.5 * parameters * 4
+    assert bounds(options, 500, 1.0)["resharded"] == pytest.approx(1.5 * parameters * 4 / 62.5e6)
+    assert bounds(options, 0, 1.0)["resharded"] == 1.0
