@@ -54,11 +54,11 @@ class Options(SharedOptions):
 
     hosts: int = option(2, "Hosts.")
     per_host: int = option(1, "Ranks on each host.")
-    megabits: tuple[int, ...] = option((0, 2000, 500, 200), "Rates of a host's link, in Mbit/s; 0: any.", least=0)
+    megabits: tuple[int, ...] = option((2000, 500, 200), "Rates of a host's link, in Mbit/s; 0: any.", least=0)
     hsdp: bool = option(False, "Replicas between hosts, shards within them.")
     width: int = 512
     blocks: int = 6
-    tokens: int = 1024
+    tokens: int = 512
     microbatches: int = 1
     rounds: int = 5
     steps_per_round: int = 1

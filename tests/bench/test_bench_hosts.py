@@ -121,7 +121,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_bounds() -> None:
     """Two hosts with one rank each: half of the parameters twice, and half of the gradients."""
     options = Options()
-    parameters = GPTShape(512, 6, 1024).parameters
+    parameters = GPTShape(512, 6, 512).parameters
     assert needed_bytes(options, gathers=2) == 1.5 * parameters * 4
     assert bounds(options, 500, 1.0)["resharded"] == pytest.approx(1.5 * parameters * 4 / 62.5e6)
     assert bounds(options, 0, 1.0)["resharded"] == 1.0
