@@ -33,10 +33,10 @@ def test_every_rank_is_reached_once(hosts: Sequence[Sequence[int]]) -> None:
         had = Counter([here.rank, *here.neighbors, *here.counterparts])
         for entry in here.counterparts:
             there = routes[entry]
-            assert here.rank in there.relayed_by(entry)
+            assert here.rank in there.relayed[entry]
             had.update(there.neighbors)
             for other in there.neighbors:
-                assert here.rank in routes[other].relayed_by(entry) and here.rank not in routes[other].relayed_by(other)
+                assert here.rank in routes[other].relayed[entry] and here.rank not in routes[other].relayed[other]
         assert had == Counter(range(world))
 
 

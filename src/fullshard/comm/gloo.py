@@ -127,8 +127,8 @@ class GlooTransport(Transport):
             return exchange.receive(peer, [part(operand, owner) for operand in operands])
 
         here = [arrival for peer in routes.neighbors for arrival in receive(peer, peer)]
-        far = {owner: receive(owner, owner) for owner in routes.relayed_by(self.rank)}
-        here += [a for peer in routes.neighbors for owner in routes.relayed_by(peer) for a in receive(peer, owner)]
+        far = {owner: receive(owner, owner) for owner in routes.relayed[self.rank]}
+        here += [a for peer in routes.neighbors for owner in routes.relayed[peer] for a in receive(peer, owner)]
         messages = exchange.pack(sent)
         for peer in [*routes.counterparts, *routes.neighbors]:  # the slow ones first
             exchange.send(peer, messages)
@@ -161,7 +161,7 @@ class GlooTransport(Transport):
             return [part(operand, owner) for operand, _ in operands]
 
         relays: list[Work] = []
-        relayed = routes.relayed_by(self.rank)
+        relayed = routes.relayed[self.rank]
         for owner in relayed if routes.neighbors else ():
             for_owner: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in parts(owner)]
             waited: list[_Arrival] = []
@@ -180,7 +180,7 @@ class GlooTransport(Transport):
         for owner in () if routes.neighbors else relayed:
             exchange.send(owner, exchange.pack(parts(owner)))
         for peer in routes.neighbors:
-            for owner in [*routes.relayed_by(peer), peer]:
+            for owner in [*routes.relayed[peer], peer]:
                 exchange.send(peer, exchange.pack(parts(owner)))
         sums = [
             HostWork(arrivals[index], partial(self._add_up, term, target, scaling))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 __all__ = ["Routes", "this_host"]
@@ -31,30 +32,31 @@ class Routes:
     hosts: Sequence[Sequence[int]]
     rank: int
 
-    @property
+    @cached_property
     def host(self) -> Sequence[int]:
         """The ranks on this rank's host, and it."""
         return next(host for host in self.hosts if self.rank in host)
 
-    @property
-    def neighbors(self) -> list[int]:
+    @cached_property
+    def neighbors(self) -> Sequence[int]:
         """The other ranks on this rank's host, nearest first, so that not all ranks send to the same one at once."""
         at = self.host.index(self.rank)
         return [*self.host[at + 1 :], *self.host[:at]]
 
-    @property
-    def counterparts(self) -> list[int]:
+    @cached_property
+    def counterparts(self) -> Sequence[int]:
         """The rank of each other host with which this rank exchanges messages, nearest first."""
-        others = self._others()
         index = self.host.index(self.rank)
-        return [host[index % len(host)] for host in others]
+        return [host[index % len(host)] for host in self._others]
 
-    def relayed_by(self, rank: int) -> list[int]:
-        """Return the ranks of other hosts with which a rank of this host exchanges messages for its whole host."""
-        at = self.host.index(rank)
-        return [each for host in self._others() for i, each in enumerate(host) if i % len(self.host) == at]
+    @cached_property
+    def relayed(self) -> Mapping[int, Sequence[int]]:
+        """By rank of this host: the ranks of other hosts with which it exchanges messages for all of this host."""
+        ranks = [(index % len(self.host), rank) for host in self._others for index, rank in enumerate(host)]
+        return {rank: [other for place, other in ranks if place == at] for at, rank in enumerate(self.host)}
 
-    def _others(self) -> list[Sequence[int]]:
+    @cached_property
+    def _others(self) -> Sequence[Sequence[int]]:
         """The other hosts, nearest first."""
         at = next(index for index, host in enumerate(self.hosts) if self.rank in host)
         return [*self.hosts[at + 1 :], *self.hosts[:at]]
