@@ -163,7 +163,9 @@ def _rate(cell: Mapping[str, Any]) -> str:
     return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "not shaped"
 
 
-def _bound(cell: Mapping[str, Any], name: str) -> float:
+def _bound(cell: Mapping[str, Any], name: str) -> float | None:
+    if name == UNSHARDED:
+        return None
     kind = "int8" if name == INT8 else "kept" if name in (KEPT, OURS_KEPT, f"{DDP}{WITH_OURS}") else "resharded"
     return float(cell["bounds"][kind])
 
@@ -182,7 +184,11 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     }
     lines["lower bound"] = {cell["megabits"]: cell["bounds"]["resharded"] for cell in shaped}
     drawn = {name: line for name, line in lines.items() if line}
-    return [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link", logarithmic=True)] if shaped else []
+    return (
+        [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link", logarithmic=True)]
+        if len(shaped) > 1
+        else []
+    )
 
 
 def run(options: Options) -> bool:
