@@ -184,11 +184,7 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     }
     lines["lower bound"] = {cell["megabits"]: cell["bounds"]["resharded"] for cell in shaped}
     drawn = {name: line for name, line in lines.items() if line}
-    return (
-        [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link", logarithmic=True)]
-        if len(shaped) > 1
-        else []
-    )
+    return [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link")] if len(shaped) > 1 else []
 
 
 def run(options: Options) -> bool:
