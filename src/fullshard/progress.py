@@ -277,6 +277,7 @@ class Progress:
                 del self._logs[group]
         self.failure = self.raised = self.waiting = None
         self.barriers.clear()
+        self.threads.clear()
 
     def logs(self) -> list[LaunchLog]:
         """Return the logs of all process groups that exist."""
@@ -317,10 +318,14 @@ class Progress:
         launched, self.waiting = (-1, -1) if self.waiting is None else self.waiting[1:], None
         self.note("waited", self.unit or "", *launched)
 
+    def is_watched(self) -> bool:
+        """True if the watchdog runs, and watches the thread that calls this."""
+        return self.watchdog is not None and self.watchdog.watches_thread()
+
     @contextlib.contextmanager
     def in_barrier(self, name: str, group: str, number: int) -> Iterator[None]:
         """This thread waits in a rank barrier, which the watchdog watches if it is the training thread."""
-        if self.watchdog is None or not self.watchdog.watches_thread():
+        if not self.is_watched():
             yield
             return
         self.barrier = time.monotonic(), name, group, number

@@ -115,6 +115,24 @@ def test_collectives(rank: Rank, hosts: list[list[int]], dtype: torch.dtype) -> 
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_a_rank_that_waits_alone(rank: Rank, hosts: list[list[int]]) -> None:
+    """What is passed on needs launches of the other ranks, which may wait for this one elsewhere before they wait."""
+    transport = transport_of(rank, hosts)
+    whole = [torch.ones(4 * 40_000) for _ in range(2)]
+    works = [
+        transport.reduce_scatter([CommRequest("a", [Operand(torch.empty(40_000), whole[0])], GradScaling(1, 4))]),
+        transport.all_gather([CommRequest("b", [Operand(torch.ones(40_000), whole[1])])]),
+    ]
+    if rank.rank:
+        dist.barrier()
+    for work in works[::-1] if rank.rank == 1 else works:  # in any order
+        wait_for_all(work)
+    if not rank.rank:
+        dist.barrier()
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("shard", [fully_shard, replicate])
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
 def test_training(rank: Rank, hosts: list[list[int]], shard: Any) -> None:

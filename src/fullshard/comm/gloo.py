@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport
 from fullshard.comm.collective import all_gather_flat
 from fullshard.comm.groups import GroupRecord, record_of
-from fullshard.comm.hosts import Routes, this_host
+from fullshard.comm.hosts import RelayThread, Routes, this_host
 from fullshard.comm.summation import fold
 from fullshard.memory import HostWork, Work, wait_for_all
 from fullshard.progress import PROGRESS
@@ -44,8 +44,8 @@ class GlooTransport(Transport):
     """Transport of CPU ranks over TCP, with direct messages between ranks.
 
     All-gathers send bytes, of any dtype. Sums are in rank order and in the dtype of the tensors; on more than two
-    ranks, bf16 and fp16 tensors are summed in fp32 and rounded once. Scaling before the sum multiplies the inputs in
-    place, in their dtype.
+    ranks, bf16 and fp16 tensors are summed in fp32 and rounded once on each host. Scaling before the sum multiplies the
+    inputs in place, in their dtype.
 
     Args:
         group: The ranks.
@@ -137,7 +137,7 @@ class GlooTransport(Transport):
             for peer in routes.neighbors:
                 exchange.send(peer, [arrival.message.memory for arrival in arrivals])
 
-        relays = [HostWork(arrivals, partial(relay, arrivals)) for arrivals in far.values()]
+        relays = [self._relayed(arrivals, partial(relay, arrivals)) for arrivals in far.values()]
         return [*relays, *here, exchange.sent()]
 
     def _sums(
@@ -160,7 +160,7 @@ class GlooTransport(Transport):
         def parts(owner: int) -> list[torch.Tensor]:
             return [part(operand, owner) for operand, _ in operands]
 
-        relays: list[Work] = []
+        relay_sums: list[tuple[list[_Arrival], Callable[[], None]]] = []
         relayed = routes.relayed[self.rank]
         for owner in relayed if routes.neighbors else ():
             for_owner: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in parts(owner)]
@@ -169,7 +169,7 @@ class GlooTransport(Transport):
                 for term in for_owner:
                     term[peer] = torch.empty_like(term[self.rank])
                 waited += exchange.receive(peer, [term[peer] for term in for_owner])
-            relays.append(HostWork(waited, partial(self._relay_sums, exchange, owner, for_owner)))
+            relay_sums.append((waited, partial(self._relay_sums, exchange, owner, for_owner)))
         arrivals: list[list[_Arrival]] = [[] for _ in operands]
         for peer in [*routes.counterparts, *routes.neighbors]:
             for term, mine, target in zip(terms, own, targets, strict=True):
@@ -186,8 +186,21 @@ class GlooTransport(Transport):
             HostWork(arrivals[index], partial(self._add_up, term, target, scaling))
             for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
         ]
+        relays = [self._relayed(waited, relay) for waited, relay in relay_sums]
         # What was sent may be overwritten by sums: it has to be gone first.
         return [*relays, exchange.sent(), *sums]
+
+    def _relayed(self, arrivals: Sequence[_Arrival], relay: Callable[[], None]) -> Work:
+        """Return a work that is done when ``relay``, which passes on what arrives, has been called.
+
+        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits.
+        """
+        work = HostWork(arrivals, relay)
+        if not self._routes.neighbors:
+            return work
+        if self._record.relay is None:
+            self._record.relay = RelayThread()
+        return self._record.relay.wait_for(work)
 
     def _relay_sums(self, exchange: _Exchange, owner: int, terms: Sequence[dict[int, torch.Tensor]]) -> None:
         """Send a rank of another host what this host has for it."""

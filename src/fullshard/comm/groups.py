@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fullshard.comm.hosts import Routes
+from fullshard.comm.hosts import RelayThread, Routes
 
 __all__ = ["GroupRecord", "part_of", "record_of"]
 
@@ -33,12 +33,14 @@ class GroupRecord:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
         routes: Which ranks of it share a host; None: not known yet.
+        relay: The thread that passes messages of other hosts on; None: there was none yet.
         made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
     """
 
     exchanges: int = 0
     parts: dict[Part, dist.ProcessGroup] = field(default_factory=dict)
     routes: Routes | None = None
+    relay: RelayThread | None = None
     made: Counter[Part] = field(default_factory=Counter)
 
 

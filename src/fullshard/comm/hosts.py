@@ -5,6 +5,8 @@ A link between hosts is shared by the ranks of a host and is slow, so each byte 
 per rank. An all-gather sends a shard to one rank of each other host, its *counterpart*, which passes it on within its
 host. A reduce-scatter adds up within each host what is for a rank of another one, and sends the sum. A host with one
 rank of the group, and a single host, are no special cases: there is nothing to pass on.
+
+What is passed on depends on launches of other ranks only, and not on when a rank waits: a thread of the group does it.
 """
 
 from __future__ import annotations
@@ -12,12 +14,18 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["Routes", "this_host"]
+import torch
+
+from fullshard.memory import Work
+
+__all__ = ["RelayThread", "Routes", "this_host"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +75,60 @@ def this_host() -> bytes:
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     known = platform.node(), boot.exists() and boot.read_text(), network.exists() and os.readlink(network)
     return hashlib.blake2b(repr(known).encode(), digest_size=8).digest()
+
+
+class RelayThread:
+    """Waits for works of one process group in their order, on a thread that does not outlive the process.
+
+    Not an executor of the standard library: that would be waited for at exit, also if another rank never comes.
+    """
+
+    _queue: queue.SimpleQueue[_Relayed]
+
+    def __init__(self) -> None:
+        self._queue = queue.SimpleQueue()
+        threading.Thread(target=_relay, args=(self._queue,), name="fullshard relay", daemon=True).start()
+
+    def wait_for(self, work: Work) -> Work:
+        """Have the thread wait for ``work``. Returns a work that is done when it has."""
+        relayed = _Relayed(work)
+        self._queue.put(relayed)
+        return relayed
+
+    def __del__(self) -> None:
+        self._queue.put(_Relayed(None))
+
+
+class _Relayed:
+    """A work that another thread waits for."""
+
+    _work: Work | None
+    _done: threading.Event
+    _error: RuntimeError | None
+
+    def __init__(self, work: Work | None) -> None:
+        self._work, self._done, self._error = work, threading.Event(), None
+
+    def run(self) -> bool:
+        """Wait for the work. Returns False if there is none, which ends the thread."""
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._done.set()
+        return work is not None
+
+    def wait(self) -> None:
+        """Wait until the other thread has."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _relay(works: queue.SimpleQueue[_Relayed]) -> None:
+    with torch.no_grad():
+        while works.get().run():
+            pass

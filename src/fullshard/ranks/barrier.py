@@ -99,11 +99,7 @@ class RankBarrier:
         Returns:
             The exception that all ranks raise: this error, or an earlier one.
         """
-        told = PROGRESS.explained(error) if isinstance(error, RuntimeError) else error
-        if PROGRESS.failure is not None:
-            self.failed = True
-            return FullshardError(PROGRESS.failure)  # as all ranks raise it
-        kind, message = describe_error(told)
+        kind, message = describe_error(error)
         with self._raised_on_all():
             rendezvous = self._next()
             text = f"{self._name_of(step)}: rank {self._store.global_rank}: {message}"
@@ -122,6 +118,8 @@ class RankBarrier:
 
     def _arrive(self, rendezvous: Rendezvous, name: str) -> _Result:
         """Report to a barrier and return its result: as the last rank, or as another rank found."""
+        if PROGRESS.failure is not None:
+            raise FullshardError(PROGRESS.failure)
         count, ranks, seconds = rendezvous.report(name), self._store.ranks, step_timeout()
         deadline = time.monotonic() + seconds
         # Not store.wait(): that locks the store, blocks signal handlers, and logs its timeouts.
@@ -188,10 +186,11 @@ def rank_barrier(name: str, group: dist.ProcessGroup | None = None) -> Iterator[
             yield barrier
         except BaseException as error:
             if not barrier.failed:
+                told = PROGRESS.explained(error) if isinstance(error, RuntimeError) and PROGRESS.is_watched() else error
+                if PROGRESS.failure is not None:
+                    raise FullshardError(PROGRESS.failure) from error  # as all ranks do
                 with contextlib.suppress(FullshardError):  # of a store that is gone; what is raised here comes first
-                    barrier.fail(error)
-            if PROGRESS.failure is not None and isinstance(error, RuntimeError):
-                raise FullshardError(PROGRESS.failure) from error
+                    barrier.fail(told)
             raise
         if not barrier.failed:
             barrier.wait("done")

@@ -150,6 +150,12 @@ class Report:
         return cls(**{**value, **found})
 
     @property
+    def related(self) -> dict[str, GroupReport]:
+        """The groups in which it has launched, and that of the barrier that it waits in."""
+        own = None if self.waits_for is None else self.waits_for[0]
+        return {name: group for name, group in self.groups.items() if group.launches or name == own}
+
+    @property
     def doing(self) -> str:
         """What it does, for errors."""
         if self.state == "waits":
@@ -281,7 +287,7 @@ def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     for rank in stuck:
         report = reports[rank]
         known = report.waits_for is not None and report.waits_for[0] in report.groups
-        names = [report.waits_for[0]] if known and report.waits_for is not None else report.groups
+        names = [report.waits_for[0]] if known and report.waits_for is not None else report.related
         wanted |= {each for name in names for each in report.groups[name].ranks}
     return wanted
 

@@ -41,6 +41,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -96,6 +97,8 @@ _SPAWN = str(Path("torch", "multiprocessing", "spawn.py"))
 _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", "__call__", "apply")
 
 _logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_refused: weakref.ref[dist.ProcessGroup] | None = None  # a world whose watchdog could not be started
 _generations = itertools.count()  # of default process groups in this process: their stores may be the same
 
 
@@ -104,6 +107,7 @@ def watch() -> None:
 
     One that has ended itself is not replaced: ranks count them, and would look for each other in different places.
     """
+    global _refused
     current: Watchdog | None = PROGRESS.watchdog
     if current is not None and current.watches(dist.group.WORLD):
         if not PROGRESS.threads:
@@ -118,13 +122,17 @@ def watch() -> None:
     lost_s = seconds_from(LOST_VARIABLE, _LOST_S)
     if world is None or world.size() == 1 or not world._device_types or not stuck_s or _is_fake(world):
         return
-    try:
-        watchdog = Watchdog(world, stuck_s, lost_s)
-        watchdog.start()
-    except (RuntimeError, OSError) as error:  # of a store that cannot be used by a thread
-        _logger.warning("rank %d has no watchdog: %s", world.rank(), error)
-        return
-    PROGRESS.watchdog = watchdog
+    with _lock:
+        if PROGRESS.watchdog is not None or (_refused is not None and _refused() is world):
+            return
+        try:
+            watchdog = Watchdog(world, stuck_s, lost_s)
+            watchdog.start()
+        except (RuntimeError, OSError) as error:  # of a store that cannot be used by a thread
+            _refused = weakref.ref(world)
+            _logger.warning("rank %d has no watchdog: %s", world.rank(), error)
+            return
+        PROGRESS.watchdog = watchdog
 
 
 class Watchdog:
@@ -344,7 +352,8 @@ class Watchdog:
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
         ranks = {rank for log in _logs() for rank in log.ranks}
-        ranks.update(*(ranks for ranks, _ in list(PROGRESS.barriers.values())))
+        if PROGRESS.barrier is not None:
+            ranks.update(PROGRESS.barriers[PROGRESS.barrier[2]][0])
         reports: dict[int, Report] = {}
         quiet: dict[int, _Beat] = {}
         silent: list[int] = []
@@ -364,7 +373,7 @@ class Watchdog:
                     reports[rank] = Report.from_json(report)
                 else:
                     silent.append(rank)
-            further = {r for each in reports.values() for group in each.groups.values() for r in group.ranks}
+            further = {r for each in reports.values() for group in each.related.values() for r in group.ranks}
             if further <= ranks:
                 break
             ranks |= further
@@ -459,7 +468,7 @@ class Watchdog:
         idle_s = now - self._idle[2]
         if self._broken is not None:
             return report("broken", seconds=now - self._broken[1], error=self._broken[0])
-        if PROGRESS.raised is not None:
+        if PROGRESS.raised is not None and barrier is None:
             return report("raised", seconds=idle_s, error=PROGRESS.raised)
         if since is not None:
             return report("waits", seconds=now - since)
