@@ -144,7 +144,8 @@ class RankBarrier:
             self.failed = True
             if not isinstance(error, dist.DistError):
                 raise
-            if (told := PROGRESS.explained(error)) is not error:  # rank 0 may have ended by what this rank is to raise
+            told = PROGRESS.explained(error) if PROGRESS.is_watched() else error
+            if told is not error:  # rank 0 may have ended by what this rank is to raise
                 raise told from error
             raise FullshardError(
                 f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; has the "

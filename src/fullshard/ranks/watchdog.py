@@ -107,6 +107,11 @@ def watch() -> None:
 
     One that has ended itself is not replaced: ranks count them, and would look for each other in different places.
     """
+    with _lock:  # threads that save may be here, too
+        _watch()
+
+
+def _watch() -> None:
     global _refused
     current: Watchdog | None = PROGRESS.watchdog
     if current is not None and current.watches(dist.group.WORLD):
@@ -122,17 +127,16 @@ def watch() -> None:
     lost_s = seconds_from(LOST_VARIABLE, _LOST_S)
     if world is None or world.size() == 1 or not world._device_types or not stuck_s or _is_fake(world):
         return
-    with _lock:
-        if PROGRESS.watchdog is not None or (_refused is not None and _refused() is world):
-            return
-        try:
-            watchdog = Watchdog(world, stuck_s, lost_s)
-            watchdog.start()
-        except (RuntimeError, OSError) as error:  # of a store that cannot be used by a thread
-            _refused = weakref.ref(world)
-            _logger.warning("rank %d has no watchdog: %s", world.rank(), error)
-            return
-        PROGRESS.watchdog = watchdog
+    if _refused is not None and _refused() is world:
+        return
+    try:
+        watchdog = Watchdog(world, stuck_s, lost_s)
+        watchdog.start()
+    except (RuntimeError, OSError) as error:  # of a store that cannot be used by a thread
+        _refused = weakref.ref(world)
+        _logger.warning("rank %d has no watchdog: %s", world.rank(), error)
+        return
+    PROGRESS.watchdog = watchdog
 
 
 class Watchdog:
