@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -552,6 +553,24 @@ def test_a_store_that_does_not_answer(rank: Rank) -> None:
         found._watch_store()
     assert "waits for collectives, and the store of the process groups has not answered for" in written[0]
     assert written[-1].startswith("the watchdog ended this run") and "rank 0 or the launcher" in written[-1]
+
+
+@on_ranks(2)
+def test_a_barrier_that_ends_while_it_is_looked_at(rank: Rank) -> None:
+    """The training thread leaves it at any moment, between any two reads of the watchdog."""
+    step_of(fully_shard(Net()))
+    values = itertools.cycle([(0.0, "save /a", "a group", 1), None])
+    PROGRESS.barriers["a group"] = [0, 1], 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(PROGRESS), "barrier", property(lambda _: next(values), lambda *_: None), raising=False)
+        patch.setattr(PROGRESS.watchdog, "_beat_of", lambda _: watchdog._Beat(-1, "", {}, ""))
+        for _ in range(4):
+            PROGRESS.watchdog._since_stuck()
+            PROGRESS.watchdog._report("a place", time.monotonic())
+            watchdog._place()
+            next(values)
+            PROGRESS.watchdog._compare(0, time.monotonic())
+    del PROGRESS.barriers["a group"]
 
 
 # -------------------------------------------------------------------- correct programs

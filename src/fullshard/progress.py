@@ -208,9 +208,7 @@ class Progress:
     watchdog: Any  # knows why collectives fail; opaque here
     ends: bool  # the process was asked to end: when a collective fails, it does not wait for the reason
     waiting: tuple[float, int, int] | None  # since when (monotonic) the host waits, group and number of the launch
-    barriers: dict[
-        str, tuple[Sequence[int], int]
-    ]  # ranks of rank barriers, and how many this one has come to, by group
+    barriers: dict[str, tuple[Sequence[int], int]]  # by group: its ranks, and how many rank barriers this one came to
     barrier: tuple[float, str, str, int] | None  # that the training thread is in: since when, operation, group, number
     _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
     _indices: Iterator[int]

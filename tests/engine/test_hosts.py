@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from fullshard import fully_shard, replicate
 from fullshard.comm import gloo
 from fullshard.comm.base import CommRequest, GradScaling, Operand
 from fullshard.comm.gloo import GlooTransport
-from fullshard.comm.hosts import Routes
-from fullshard.memory import wait_for_all
+from fullshard.comm.hosts import RelayThread, Routes
+from fullshard.memory import HostWork, wait_for_all
 from ranks import Rank, on_ranks
 
 # Ranks of each host; the second rank of a host is not the next one in the third.
@@ -130,6 +131,31 @@ def test_a_rank_that_waits_alone(rank: Rank, hosts: list[list[int]]) -> None:
         wait_for_all(work)
     if not rank.rank:
         dist.barrier()
+
+
+@on_ranks(4)
+def test_errors_of_what_is_passed_on(rank: Rank) -> None:
+    """They are raised where the rank waits, whatever they are, and the thread goes on."""
+
+    class Broken:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def wait(self) -> None:
+            raise self.error
+
+    thread, passed = RelayThread(), []
+    for error in (RuntimeError("closed"), ValueError("a mistake"), MemoryError()):
+        with pytest.raises(type(error)):
+            thread.wait_for(Broken(error)).wait()
+    thread.wait_for(HostWork((), lambda: passed.append(1))).wait()
+    assert passed == [1]
+    kept = torch.ones(1)
+    seen = weakref.ref(kept)
+    thread.wait_for(HostWork((), kept.size)).wait()
+    del kept
+    thread.wait_for(HostWork((), lambda: None)).wait()
+    assert seen() is None
 
 
 @on_ranks(4)

@@ -17,13 +17,14 @@ import platform
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from fullshard.memory import Work
+from fullshard.memory import HostWork, Work
 
 __all__ = ["RelayThread", "Routes", "this_host"]
 
@@ -83,52 +84,33 @@ class RelayThread:
     Not an executor of the standard library: that would be waited for at exit, also if another rank never comes.
     """
 
-    _queue: queue.SimpleQueue[_Relayed]
+    _queue: _Queue
 
     def __init__(self) -> None:
         self._queue = queue.SimpleQueue()
         threading.Thread(target=_relay, args=(self._queue,), name="fullshard relay", daemon=True).start()
 
-    def wait_for(self, work: Work) -> Work:
-        """Have the thread wait for ``work``. Returns a work that is done when it has."""
-        relayed = _Relayed(work)
-        self._queue.put(relayed)
-        return relayed
+    def wait_for(self, work: Work) -> HostWork:
+        """Have the thread wait for ``work``. Returns a work that is done when it has, and raises what it raised."""
+        done: Future[None] = Future()
+        self._queue.put((work, done))
+        return HostWork((), done.result)
 
     def __del__(self) -> None:
-        self._queue.put(_Relayed(None))
+        self._queue.put(None)
 
 
-class _Relayed:
-    """A work that another thread waits for."""
-
-    _work: Work | None
-    _done: threading.Event
-    _error: RuntimeError | None
-
-    def __init__(self, work: Work | None) -> None:
-        self._work, self._done, self._error = work, threading.Event(), None
-
-    def run(self) -> bool:
-        """Wait for the work. Returns False if there is none, which ends the thread."""
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-        finally:
-            self._done.set()
-        return work is not None
-
-    def wait(self) -> None:
-        """Wait until the other thread has."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+_Queue = queue.SimpleQueue[tuple[Work, Future[None]] | None]
 
 
-def _relay(works: queue.SimpleQueue[_Relayed]) -> None:
+def _relay(works: _Queue) -> None:
     with torch.no_grad():
-        while works.get().run():
-            pass
+        while (entry := works.get()) is not None:
+            work, done = entry
+            try:
+                work.wait()
+            except BaseException as error:  # for the rank that waits
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del entry, work, done  # which keep what was passed on

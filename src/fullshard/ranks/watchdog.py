@@ -356,8 +356,8 @@ class Watchdog:
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
         ranks = {rank for log in _logs() for rank in log.ranks}
-        if PROGRESS.barrier is not None:
-            ranks.update(PROGRESS.barriers[PROGRESS.barrier[2]][0])
+        if (barrier := PROGRESS.barrier) is not None:  # read once: the training thread writes it
+            ranks.update(PROGRESS.barriers[barrier[2]][0])
         reports: dict[int, Report] = {}
         quiet: dict[int, _Beat] = {}
         silent: list[int] = []
@@ -447,13 +447,13 @@ class Watchdog:
             _logger.warning("%s", verdict.message)
 
     def _report(self, place: str, now: float) -> Report:
+        waiting, barrier = PROGRESS.waiting, PROGRESS.barrier  # before the counts of what it has come to
         logs = _logs(destroyed=self._has_ended)
         named = {log.index: log.name for log in logs}
         groups = {log.name: GroupReport(log.ranks, *log.recent(), log.began) for log in logs}
         # Who waits in a barrier waits for those that have not come to as many. Being in one is no launch of a forward.
         groups |= {name: GroupReport(*at, (), at[1]) for name, at in list(PROGRESS.barriers.items())}
         layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
-        waiting, barrier = PROGRESS.waiting, PROGRESS.barrier
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
         caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
@@ -483,8 +483,9 @@ class Watchdog:
 
     def _since_stuck(self) -> float | None:
         """Return since when the training thread waits for collectives, if that is long enough to be stuck."""
-        now, waiting = time.monotonic(), PROGRESS.waiting
-        since = waiting[0] if waiting is not None else None if PROGRESS.barrier is None else PROGRESS.barrier[0]
+        now = time.monotonic()
+        waiting = PROGRESS.waiting or PROGRESS.barrier
+        since = None if waiting is None else waiting[0]
         if self._broken is not None:
             return self._broken[1]
         if since is None and now - self._idle[2] > self.stuck_s and communicates():
