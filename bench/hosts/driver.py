@@ -25,6 +25,7 @@ from bench.contestants import (
     HSDP,
     KEPT_MEBIBYTES,
     RAGGED,
+    TWO_KEPT,
     UNSHARDED,
     WITH_OURS,
     WRAPPER,
@@ -43,7 +44,7 @@ OWN = {
     OURS_KEPT: Contestant(OURS_KEPT, FULLSHARD, peer=FSDP2, keep_last=ALL_UNITS),
     INT8: Contestant(INT8, FULLSHARD, peer=FSDP2, quantized="int8"),
 }
-NAMES = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, KEPT, FULLSHARD, WRAPPER, RAGGED, OURS_KEPT, INT8)
+NAMES = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, TWO_KEPT, KEPT, FULLSHARD, WRAPPER, RAGGED, OURS_KEPT, INT8)
 LABELS = {KEPT: "fsdp2, reshard_after_forward=False", OURS_KEPT: "fullshard, reshard_after_forward=False"}
 NOT_HSDP = (FSDP1 + WITH_OURS, WRAPPER, INT8, f"{DDP}{WITH_OURS}")
 
