@@ -87,7 +87,8 @@ class Contestant:
         kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered from forward to backward, told by hand.
         in_place: Of fullshard: weight gradients are written where they are sent.
-        quantized: Of fullshard: the format in which parameters and gradients are sent; empty: their own.
+        quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
+        ahead: Of fullshard: how many units may be prefetched, told by hand. 0: nothing is told.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Contestant:
     keep_last: int = 0
     in_place: bool = False
     quantized: str = ""
+    ahead: int = 0
 
 
 def _contestants() -> Iterator[Contestant]:
@@ -216,6 +218,7 @@ def distribute(
     keep_last: int = 0,
     in_place: bool = False,
     quantized: str = "",
+    ahead: int = 0,
     **options: Any,
 ) -> nn.Module:
     """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root.
@@ -229,7 +232,8 @@ def distribute(
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered between forward and backward.
         in_place: Of fullshard: write weight gradients where they are sent.
-        quantized: Of fullshard: the format in which parameters and gradients are sent; empty: their own.
+        quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
+        ahead: Of fullshard: how many units may be prefetched. 0: as it comes.
         options: More that every unit gets.
     """
     if system == UNSHARDED:
@@ -240,6 +244,7 @@ def distribute(
         fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
         every = {"mesh": mesh_of(mode, device), **options_of(system, mode), **options}
         units = [module for module in model.modules() if isinstance(module, unit_type)]
+        largest = max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in units)
         for index, unit in enumerate(units):
             kept = {"reshard_after_forward": False} if index >= len(units) - keep_last else {}
             fully_shard(unit, **every, **kept)
@@ -247,8 +252,10 @@ def distribute(
         if in_place:
             model.set_write_gradients_in_place(True)  # type: ignore[operator]
         if quantized:
-            form = importlib.import_module(COMPOSABLE[system]).CommQuantization(quantized, quantized)
+            form = importlib.import_module(COMPOSABLE[system]).CommQuantization(quantized, "int8")
             model.set_comm_quantization(shard=form)  # type: ignore[operator]
+        if ahead:
+            model.set_prefetch_bytes(ahead * largest)  # type: ignore[operator]
         return model
     if system not in WRAPPING:
         raise ValueError(f"unknown system {system!r}")

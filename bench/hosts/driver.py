@@ -1,21 +1,23 @@
 """Steps on hosts with a slow link between them: network namespaces of one machine, gloo, CPU ranks.
 
 Real TCP and real gloo; each host has a link of a given rate in both directions, made by token buckets. Contestants
-take turns, all with fullshard's malloc setting, and their losses are compared. The lower bound of a cell is the longer
-of two times: of computing, as an unsharded rank beside as many others on this machine takes, and of the bytes that a
-host has to receive: all parameters but its own, and its gradients; parameters twice if resharded after forward.
+take turns, all with fullshard's malloc setting, and their losses are compared. The lower bound of a contestant is the
+longer of two times: of computing, as an unsharded rank beside as many others on this machine takes, and of the bytes
+that a host has to receive with the contestant's settings: all parameters but its own, those that are resharded after
+forward twice, and its gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
 from bench.contestants import (
+    BF16,
     CONTESTANTS,
     DDP,
     FP32,
@@ -24,6 +26,8 @@ from bench.contestants import (
     FULLSHARD,
     HSDP,
     KEPT_MEBIBYTES,
+    KEPT_UNITS,
+    PREFETCHES,
     RAGGED,
     TWO_KEPT,
     UNSHARDED,
@@ -34,78 +38,111 @@ from bench.contestants import (
 from bench.hosts.network import INTERFACE, hosts_on_this_machine, why_not
 from bench.models import GPTShape
 from bench.report import column
-from bench.training.contest import Record, Settings, compete, disagreements, summarize
+from bench.training.contest import Record, Settings, compete, disagreements, faster_of, summarize
 
 ALL_UNITS = 1000
 PEERS = (f"{FSDP1}{WITH_OURS}", f"{FSDP2}{WITH_OURS}")
-KEPT, OURS_KEPT, INT8 = f"{FSDP2}-kept", f"{FULLSHARD}-kept", f"{FULLSHARD}-int8"
+KEPT, OURS_KEPT, AHEAD = f"{FSDP2}-kept", f"{FULLSHARD}-kept", f"{FULLSHARD}-ahead"
+QUANTIZED = {f"{FULLSHARD}-int8": "int8", f"{FULLSHARD}-fp8": "fp8"}
+INT8 = next(iter(QUANTIZED))
 OWN = {
     KEPT: Contestant(KEPT, FSDP2, peer=FSDP2, kept=KEPT_MEBIBYTES, keep_last=ALL_UNITS),
     OURS_KEPT: Contestant(OURS_KEPT, FULLSHARD, peer=FSDP2, keep_last=ALL_UNITS),
-    INT8: Contestant(INT8, FULLSHARD, peer=FSDP2, quantized="int8"),
+    AHEAD: Contestant(AHEAD, FULLSHARD, peer=FSDP2, ahead=2),
+    **{name: Contestant(name, FULLSHARD, peer=FSDP2, quantized=form) for name, form in QUANTIZED.items()},
 }
-NAMES = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, TWO_KEPT, KEPT, FULLSHARD, WRAPPER, RAGGED, OURS_KEPT, INT8)
-LABELS = {KEPT: "fsdp2, reshard_after_forward=False", OURS_KEPT: "fullshard, reshard_after_forward=False"}
-NOT_HSDP = (FSDP1 + WITH_OURS, WRAPPER, INT8, f"{DDP}{WITH_OURS}")
+PREFETCHING = {
+    f"{system}-{name}{WITH_OURS if kept else ''}": replace(
+        CONTESTANTS[f"{system}-{name}"], name=f"{system}-{name}{WITH_OURS if kept else ''}", kept=kept
+    )
+    for name in PREFETCHES
+    for system, kept in ((FSDP1, KEPT_MEBIBYTES), (WRAPPER, 0))
+}
+PREFETCH = "prefetch"
+BY_PEER, BY_UNSHARDED, BY_NONE = "_to_better_peer", "_to_unsharded", "_to_no_prefetch"
+_EXACT = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, TWO_KEPT, KEPT, FULLSHARD, WRAPPER, RAGGED, OURS_KEPT, AHEAD)
+NAMES = {
+    FP32: (*_EXACT, *QUANTIZED),
+    BF16: (UNSHARDED, *PEERS, TWO_KEPT, FULLSHARD, WRAPPER),
+    HSDP: (UNSHARDED, PEERS[1], TWO_KEPT, KEPT, FULLSHARD, RAGGED, OURS_KEPT, AHEAD),
+    PREFETCH: (UNSHARDED, *PREFETCHING),
+}
+LABELS = {
+    KEPT: "fsdp2, reshard_after_forward=False",
+    OURS_KEPT: "fullshard, reshard_after_forward=False",
+    AHEAD: "fullshard, two units prefetched",
+}
+MODES = {
+    FP32: "sharded over all ranks; fp32",
+    BF16: "sharded over all ranks; parameters gathered in bf16, gradients reduced in fp32",
+    HSDP: "HSDP, shards within a host; fp32",
+    PREFETCH: "sharded over all ranks; fp32; BACKWARD_PRE, BACKWARD_POST and no prefetch in backward",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Two hosts with one rank each, at three rates: about ten minutes on two cores."""
+    """Two hosts with one rank each, at three rates: about a quarter of an hour on two cores."""
 
     hosts: int = option(2, "Hosts.")
     per_host: int = option(1, "Ranks on each host.")
     megabits: tuple[int, ...] = option((2000, 500, 200), "Rates of a host's link, in Mbit/s; 0: any.", least=0)
-    hsdp: bool = option(False, "Replicas between hosts, shards within them.")
+    mode: str = option(FP32, "How it is sharded and sent.", choices=tuple(NAMES))
     width: int = 512
     blocks: int = 6
     tokens: int = 512
     microbatches: int = 1
     rounds: int = 5
     steps_per_round: int = 1
-    only: tuple[str, ...] = option((), choices=NAMES)
+    only: tuple[str, ...] = option((), choices=tuple(dict.fromkeys(name for names in NAMES.values() for name in names)))
 
 
-def needed_bytes(options: Options, *, gathers: int, value_bytes: float = 4) -> float:
-    """Bytes that a host has to receive in a step: others' parameters so often, and others' sums of its gradients."""
-    parameters = GPTShape(options.width, options.blocks, options.tokens).parameters
+def units_kept(contestant: Contestant, blocks: int) -> int:
+    """The blocks that stay unsharded from forward to backward."""
+    by_itself = contestant.system in (FULLSHARD, WRAPPER) and contestant.prefetch in (None, "pre")
+    return min(blocks, contestant.keep_last or by_itself * (KEPT_UNITS + max(0, contestant.ahead - 1)))
+
+
+def needed_bytes(options: Options, contestant: Contestant) -> float:
+    """Bytes that a host has to receive in a step, if each crosses its link once.
+
+    The others' parameters, those of blocks that are resharded after forward twice, in each microbatch; and the others'
+    sums of its gradients.
+    """
+    shape = GPTShape(options.width, options.blocks, options.tokens)
+    per_block = (12 * shape.width + 13) * shape.width
     others = (options.hosts - 1) / options.hosts
-    if options.hsdp:  # gradients of a host are averaged with those of the others
-        return 2 * others * parameters * value_bytes
-    return (gathers + 1) * others * parameters * value_bytes
+    sent = 1 + 4 / 128 if contestant.quantized else 4
+    if contestant.system == UNSHARDED:
+        return 0.0
+    if contestant.system == DDP or options.mode == HSDP:  # gradients of a host are averaged with those of the others
+        return 2 * others * shape.parameters * sent
+    gathered = shape.parameters + (options.blocks - units_kept(contestant, options.blocks)) * per_block
+    gathered_bytes = 2 if options.mode == BF16 else sent
+    return others * (options.microbatches * gathered * gathered_bytes + shape.parameters * sent)
 
 
-def bounds(options: Options, megabits: int, computing: float) -> dict[str, float]:
-    """The lower bounds of a step's seconds: of DDP and of FSDP that keeps parameters, of FSDP, and of int8."""
-    seconds = {
-        "kept": needed_bytes(options, gathers=1),
-        "resharded": needed_bytes(options, gathers=2),
-        "int8": needed_bytes(options, gathers=2, value_bytes=1 + 4 / 128),
+def bound(options: Options, contestant: Contestant, megabits: int, computing: float) -> float:
+    """The lower bound of a step's seconds."""
+    return max(computing, needed_bytes(options, contestant) / (1e6 * megabits / 8) if megabits else 0.0)
+
+
+def references(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
+    """By the end of the ratios' names: whom a contestant is measured by."""
+    found = {
+        BY_PEER: faster_of(PEERS, records),
+        BY_UNSHARDED: UNSHARDED,
+        BY_NONE: contestant.prefetch and contestant.name.replace(f"-{contestant.prefetch}", "-none"),
     }
-    rate = 1e6 * megabits / 8
-    return {name: max(computing, nbytes / rate if rate else 0.0) for name, nbytes in seconds.items()}
-
-
-def references(records: Mapping[str, Record]) -> dict[str, str]:
-    """Everybody is measured by the better of torch's FSDPs that reshard, and by the unsharded model."""
-    medians = {name: summary(records[name]) for name in PEERS if name in records}
-    found = {"_to_better_peer": min(medians, key=lambda name: medians[name])} if medians else {}
-    return found | ({"_to_unsharded": UNSHARDED} if UNSHARDED in records else {})
-
-
-def summary(record: Record) -> float:
-    """The median step."""
-    ordered = sorted(second for turn in record.seconds for second in turn)
-    return ordered[len(ordered) // 2]
+    return {end: name for end, name in found.items() if name in records and name != contestant.name}
 
 
 def measure(options: Options, megabits: int) -> dict[str, Any]:
     """One cell: all contestants at one rate."""
-    names = [name for name in NAMES if not options.only or name in options.only]
-    names = [name for name in names if not (options.hsdp and name in NOT_HSDP)]
-    contestants = [OWN.get(name) or CONTESTANTS[name] for name in names]
+    able = CONTESTANTS | OWN | PREFETCHING
+    contestants = [able[name] for name in NAMES[options.mode] if not options.only or name in options.only]
     settings = Settings(
-        what=HSDP if options.hsdp else FP32,
+        what=FP32 if options.mode == PREFETCH else options.mode,
         width=options.width,
         blocks=options.blocks,
         tokens=options.tokens,
@@ -121,10 +158,13 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
         places = [network.inside(rank // options.per_host) for rank in range(settings.ranks)]
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
         records, failures = compete(contestants, settings, "bench.training.trainer", places, environment)
-    measured_by = references(records)
-    exact = {name: record for name, record in records.items() if name != INT8}
-    entries = summarize(records, {name: {e: r for e, r in measured_by.items() if r != name} for name in records})
+    exact = {name: record for name, record in records.items() if name not in QUANTIZED}
+    entries = summarize(records, {each.name: references(each, records) for each in contestants})
     computing = entries[UNSHARDED]["median_step_seconds"] if UNSHARDED in entries else 0.0
+    for each in contestants:
+        if each.name in entries and each.name != UNSHARDED:
+            entry, least = entries[each.name], bound(options, each, megabits, computing)
+            entry |= {"bound": least, "of_bound": entry["median_step_seconds"] / least if least else None}
     wrong = disagreements(exact)
     for name, record in records.items():
         verdict = f"  WRONG by {wrong[name]:.1e}" if name in wrong else ""
@@ -136,7 +176,6 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
     return {
         "megabits": megabits,
         "settings": asdict(settings),
-        "bounds": bounds(options, megabits, computing),
         "contestants": entries,
         "losses_that_disagree": wrong,
         "not_run": failures,
@@ -145,16 +184,18 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """A row per rate and contestant."""
-    rows = {
-        f"{_rate(cell)}, {LABELS.get(name, report.label_of(name))}": {**entry, "bound": _bound(cell, name)}
-        for cell in cells
-        for name, entry in cell["contestants"].items()
+    rows = {f"{_rate(cell)}, {_label(name)}": entry for cell in cells for name, entry in cell["contestants"].items()}
+    headers = {
+        f"time_ratio{BY_PEER}": "/ better of FSDP1, FSDP2",
+        f"time_ratio{BY_UNSHARDED}": "/ unsharded",
+        f"time_ratio{BY_NONE}": "/ without prefetch",
+        f"counted_ratio{BY_NONE}": "peak / without prefetch",
     }
     columns = (
         column("step, s", "median_step_seconds"),
-        column("lower bound, s", "bound"),
-        column("/ better of FSDP1, FSDP2", "time_ratio_to_better_peer"),
-        column("/ unsharded", "time_ratio_to_unsharded"),
+        column("/ its lower bound", "of_bound"),
+        *(column(header, key) for key, header in headers.items() if any(key in entry for entry in rows.values())),
+        report.mebibytes("counted peak, MiB", "counted_bytes"),
         column("final loss", "final_loss", spec=".5f"),
     )
     return report.table("link of a host, contestant", rows, columns)
@@ -164,11 +205,9 @@ def _rate(cell: Mapping[str, Any]) -> str:
     return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "not shaped"
 
 
-def _bound(cell: Mapping[str, Any], name: str) -> float | None:
-    if name == UNSHARDED:
-        return None
-    kind = "int8" if name == INT8 else "kept" if name in (KEPT, OURS_KEPT, f"{DDP}{WITH_OURS}") else "resharded"
-    return float(cell["bounds"][kind])
+def _label(name: str) -> str:
+    """All have the setting of malloc, so it says nothing."""
+    return LABELS.get(name) or report.label_of(name.replace(WITH_OURS, ""))
 
 
 def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
@@ -176,14 +215,15 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     shaped = [cell for cell in cells if cell["megabits"]]
     shown = (UNSHARDED, *PEERS, FULLSHARD, INT8)
     lines: dict[str, dict[float, float]] = {
-        report.label_of(name).replace(", fullshard's malloc setting", ""): {
+        _label(name): {
             cell["megabits"]: cell["contestants"][name]["median_step_seconds"]
             for cell in shaped
             if name in cell["contestants"]
         }
         for name in shown
     }
-    lines["lower bound"] = {cell["megabits"]: cell["bounds"]["resharded"] for cell in shaped}
+    bounded = [cell for cell in shaped if FULLSHARD in cell["contestants"]]
+    lines["lower bound of FSDP"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in bounded}
     drawn = {name: line for name, line in lines.items() if line}
     return [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link")] if len(shaped) > 1 else []
 
@@ -192,16 +232,16 @@ def run(options: Options) -> bool:
     if reason := why_not():
         raise UsageError(f"there can be no hosts on this machine: {reason}")
     cells = [measure(options, megabits) for megabits in options.megabits]
-    parts = (f"{options.hosts}x{options.per_host}", *(["hsdp"] if options.hsdp else []))
-    mesh = "HSDP, shards within a host" if options.hsdp else "sharded over all ranks"
+    accumulated = [f"{options.microbatches}-microbatches"] if options.microbatches > 1 else []
+    parts = [f"{options.hosts}x{options.per_host}", *([options.mode] if options.mode != FP32 else []), *accumulated]
     told = [
-        f"{options.hosts} hosts with {options.per_host} rank{'s' * (options.per_host > 1)} each, {mesh}; GPT of width "
-        f"{options.width}, {options.blocks} blocks, {options.microbatches} x {options.tokens} tokens per rank, fp32, "
-        f"AdamW, {options.rounds} rounds. Hosts are network namespaces of one machine, with token buckets as links; "
-        "gloo, CPU ranks. All have fullshard's malloc setting.",
+        f"{options.hosts} hosts with {options.per_host} rank{'s' * (options.per_host > 1)} each, "
+        f"{MODES[options.mode]}; GPT of width {options.width}, {options.blocks} blocks, {options.microbatches} x "
+        f"{options.tokens} tokens per rank, AdamW, {options.rounds} rounds. Hosts are network namespaces of one "
+        "machine, with token buckets as links; gloo, CPU ranks. All have fullshard's malloc setting.",
         table(cells),
     ]
-    title = f"Steps over the rate of the link, {parts[0]}{' HSDP' * options.hsdp}"
+    title = f"A step over the rate of the link, {' '.join(parts)}"
     figures = {"settings": options.settings, "cells": cells}
     marker = ":".join(("hosts", *parts))
     report.publish(options, "hosts", figures, told, title=title, panels=panels(cells), parts=parts, marker=marker)

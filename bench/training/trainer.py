@@ -55,7 +55,7 @@ def unsynchronized(model: Any, *, last: bool) -> contextlib.AbstractContextManag
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else model.no_sync()
+    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
 class Trainer:
@@ -97,7 +97,7 @@ class Trainer:
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
         cpu, model = torch.device("cpu"), GPT(self.shape)
         set_allocator(contestant)
-        chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "in_place", "quantized")}
+        chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "in_place", "quantized", "ahead")}
         self.model = distribute(contestant.system, model, Block, cpu, mode, **chosen)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
 

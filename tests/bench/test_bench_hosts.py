@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench.hosts.driver import Options, bounds, needed_bytes
+from bench.contestants import CONTESTANTS, DDP, FSDP2, FULLSHARD, HSDP
+from bench.hosts.driver import INT8, KEPT, OWN, Options, bound, needed_bytes
 from bench.hosts.network import INTERFACE, hosts_on_this_machine, why_not
 from bench.models import GPTShape
 from small_runs import run_small
@@ -119,9 +120,15 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 
 def test_bounds() -> None:
-    """Two hosts with one rank each: half of the parameters twice, and half of the gradients."""
-    options = Options()
-    parameters = GPTShape(512, 6, 512).parameters
-    assert needed_bytes(options, gathers=2) == 1.5 * parameters * 4
-    assert bounds(options, 500, 1.0)["resharded"] == pytest.approx(1.5 * parameters * 4 / 62.5e6)
-    assert bounds(options, 0, 1.0)["resharded"] == 1.0
+    """Half of the parameters, of blocks that are resharded twice, and of the gradients of two hosts."""
+    options, fsdp2 = Options(), CONTESTANTS[FSDP2]
+    parameters, block = GPTShape(512, 6, 512).parameters, (12 * 512 + 13) * 512
+    assert needed_bytes(options, fsdp2) == (2 * parameters + 6 * block) * 2
+    assert needed_bytes(options, CONTESTANTS[FULLSHARD]) == (2 * parameters + 4 * block) * 2
+    for gathered_once in (OWN[KEPT], CONTESTANTS[DDP]):
+        assert needed_bytes(options, gathered_once) == parameters * 4
+    assert needed_bytes(options, OWN[INT8]) == (2 * parameters + 4 * block) * (1 + 4 / 128) / 2
+    assert needed_bytes(Options(mode=HSDP), fsdp2) == parameters * 4
+    assert needed_bytes(Options(microbatches=2), fsdp2) == (3 * parameters + 12 * block) * 2
+    assert bound(options, fsdp2, 500, 1.0) == pytest.approx((2 * parameters + 6 * block) * 2 / 62.5e6)
+    assert bound(options, fsdp2, 0, 1.0) == 1.0
