@@ -1,7 +1,8 @@
 """Hosts on one machine: network namespaces, joined by a switch, each with a link of a given rate both ways.
 
-A host is a namespace with one interface. Its other end is a port of a bridge, in a namespace of its own. A token bucket
-at each end limits what the host sends, and what it receives: the link is full duplex. Needs root, ``ip`` and ``tc``.
+A host is a namespace with one interface, and a name that all hosts know. The other end of the interface is a port of a
+bridge, in a namespace of its own. A token bucket at each end limits what the host sends, and what it receives: the link
+is full duplex. Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 INTERFACE = "eth0"  # of each host
+NAMES = Path("/etc/netns")  # where ``ip netns exec`` finds what is to lie in /etc
 _BURST = "256kb"  # that a link passes at once; more than the kernel hands to it in one piece
 _LATENCY = "50ms"  # of data that may wait in a bucket
 
@@ -31,8 +35,9 @@ class Network:
     hosts: int
 
     def inside(self, host: int) -> list[str]:
-        """The beginning of a command that runs on a host."""
-        return ["ip", "netns", "exec", f"{self.name}-{host}"]
+        """The beginning of a command that runs on a host: of ``host0``, ``host1``, and so on."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{host}"]
+        return ["ip", "netns", "exec", f"{self.name}-{host}", *named]
 
     def set_rate(self, megabits: float | None) -> None:
         """Limit what each host sends, and what it receives, in megabits per second; None: not at all."""
@@ -43,6 +48,13 @@ class Network:
                     rate = ["rate", f"{megabits:g}mbit", "burst", _BURST, "latency", _LATENCY]
                     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
+    def kill(self, host: int) -> None:
+        """End all processes of a host, as a loss of its power does."""
+        found = subprocess.run(["ip", "netns", "pids", f"{self.name}-{host}"], check=True, capture_output=True)
+        for pid in map(int, found.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def set_link(self, host: int, *, up: bool) -> None:
         """Take the link of a host down, or up again."""
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "up" if up else "down")
@@ -50,7 +62,7 @@ class Network:
 
 def why_not() -> str:
     """Why there can be no such hosts here; empty if there can."""
-    missing = [each for each in ("ip", "tc") if shutil.which(each) is None]
+    missing = [each for each in ("ip", "tc", "unshare", "hostname") if shutil.which(each) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
     if os.geteuid():
@@ -74,6 +86,7 @@ def hosts_on_this_machine(hosts: int, name: str | None = None) -> Iterator[Netwo
     network = Network(name or f"fs-{os.getpid()}", hosts)
     switch = f"{network.name}-switch"
     names = [switch, *(f"{network.name}-{host}" for host in range(hosts))]
+    known = "".join(f"10.77.0.{host + 1} host{host}\n" for host in range(hosts))
     for each in names:
         _quietly("ip", "netns", "del", each)
     try:
@@ -84,6 +97,8 @@ def hosts_on_this_machine(hosts: int, name: str | None = None) -> Iterator[Netwo
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
         for host in range(hosts):
             own = f"{network.name}-{host}"
+            (NAMES / own).mkdir(parents=True, exist_ok=True)
+            (NAMES / own / "hosts").write_text(f"127.0.0.1 localhost\n{known}", encoding="ascii")
             ends = ["type", "veth", "peer", "name", f"port{host}", "netns", switch]
             _run("ip", "-n", own, "link", "add", INTERFACE, *ends)
             _run("ip", "-n", switch, "link", "set", f"port{host}", "master", "bridge", "up")
@@ -93,6 +108,7 @@ def hosts_on_this_machine(hosts: int, name: str | None = None) -> Iterator[Netwo
     finally:
         for each in names:
             _quietly("ip", "netns", "del", each)
+            shutil.rmtree(NAMES / each, ignore_errors=True)
 
 
 def _run(*command: str) -> None:

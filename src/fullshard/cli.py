@@ -209,8 +209,9 @@ def plan(
     try:
         given |= choices_of(fix or [])
         if calibrate is not None:
-            typer.echo(measure(calibrate, ranks))
-            if model is None:
+            told = measure(calibrate, ranks)
+            typer.echo(told, nl=bool(told))
+            if model is None or not told:  # under torchrun, the first rank plans
                 return
         question = Question(model, ranks, calibrate or cluster, batch, global_batch, sequence, memory, given, search)
         found = answer(question)

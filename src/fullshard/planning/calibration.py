@@ -1,4 +1,4 @@
-"""Measure this machine: what operations and messages take here, as figures of a cluster.
+"""Measure this machine, or the nodes of a job: what operations and messages take here, as figures of a cluster.
 
 [Note: Calibration]
 All ranks measure at the same time, as they compute at the same time in a step: processes of a machine share its cores,
@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.comm import CommRequest, GlooTransport, Operand
 from fullshard.errors import FullshardError
+from fullshard.memory import Work, wait_for_all
 from fullshard.planning.cluster import Cluster, Link
 
 __all__ = ["calibrate"]
@@ -43,18 +46,23 @@ def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
 
     It takes 8 to 20 seconds on CPU ranks, and at most a minute. The machine should have nothing else to do.
 
+    Under torchrun, the ranks of the job measure their nodes, and the links between them.
+
     Args:
-        ranks: Processes that measure at the same time. With accelerators: at most as many as there are.
+        ranks: Processes that measure at the same time; under torchrun, 1 or as many as it has started. With
+            accelerators: at most as many as there are.
         seconds: For each of the figures.
 
     Returns:
-        The machine as a cluster of one node.
+        The machine as a cluster of one node; under torchrun the nodes, on all ranks.
 
     Raises:
         FullshardError: If a rank fails, or takes longer than a minute.
     """
     if ranks < 1:
         raise ValueError(f"calibrate: expected at least one rank, found {ranks}")
+    if dist.is_torchelastic_launched():
+        return _of_this_job(ranks, seconds)
     if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
         raise FullshardError(
             f"calibrate: expected at most {torch.accelerator.device_count()} ranks, as there are accelerators, found "
@@ -77,6 +85,25 @@ def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
                 process.stderr.close()
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     return _cluster(found, ranks)
+
+
+def _of_this_job(ranks: int, seconds: float) -> Cluster:
+    """The nodes on which torchrun has started this process and others."""
+    world, on_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks not in (1, world) or world % on_node:
+        raise FullshardError(
+            f"calibrate: expected as many ranks as torchrun has started ({world}), and as many on each node "
+            f"({on_node}), found {ranks}"
+        )
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    try:
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, _measured(world, seconds, on_node))
+        return _cluster(found, on_node)
+    finally:
+        dist.destroy_process_group()
 
 
 def _threads(ranks: int) -> int:
@@ -105,28 +132,33 @@ def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
-    """The figures of all ranks as a cluster: the median of each."""
+    """The figures of all ranks as a cluster of nodes with so many each: the median of each figure."""
 
     def median(name: str) -> float:
         return float(statistics.median(each[name] for each in found))
 
     flops = {name: statistics.median(each["flops"][name] for each in found) for name in found[0]["flops"]}
-    on_cpu = found[0]["device"] == "cpu"
+    on_cpu, nodes = found[0]["device"] == "cpu", len(found) // ranks
+
+    def link(where: str) -> Link:
+        return Link(median(f"{where}_bandwidth"), median(f"{where}_latency"))
+
     return Cluster(
-        name=f"measured, {ranks} rank{'s' * (ranks > 1)}",
+        name=f"measured, {f'{nodes} nodes of ' * (nodes > 1)}{ranks} rank{'s' * (ranks > 1)}",
         device="cpu" if on_cpu else "accelerator",
         memory=found[0]["memory"] / (ranks if on_cpu else 1),
         flops=flops,
         bandwidth=median("bandwidth"),
         node=ranks,
-        inner=Link(median("link_bandwidth"), median("link_latency")) if ranks > 1 else Link(1e12),
+        inner=link("inner") if ranks > 1 else Link(1e12),
+        outer={nodes: link("outer")} if nodes > 1 else {},
         efficiency={"matmul": 1.0, "attention": median("attention"), "memory": 1.0, "function": median("function")},
         backend="gloo" if on_cpu else "nccl",
         op_seconds=0.0 if on_cpu else median("op_seconds"),
         kernel_seconds=median("op_seconds") if on_cpu else median("kernel_seconds"),
-        calibrated=ranks,
-        contention=min(1.0, max(0.0, median("contention"))) if ranks > 1 else 0.0,
-        source=f"measured on {found[0]['host']} with {ranks} ranks, {found[0]['threads']} threads each",
+        calibrated=len(found),
+        contention=min(1.0, max(0.0, median("contention"))) if len(found) > 1 else 0.0,
+        source=f"measured on {found[0]['host']} with {len(found)} ranks, {found[0]['threads']} threads each",
     )
 
 
@@ -167,7 +199,8 @@ class _Meter:
             torch.accelerator.synchronize()
 
 
-def _measured(ranks: int, seconds: float) -> dict[str, Any]:
+def _measured(ranks: int, seconds: float, on_node: int) -> dict[str, Any]:
+    """The figures of this rank; ``on_node``: ranks of each node."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if accelerator is None else accelerator
     keep_freed_memory_by_default()
@@ -185,9 +218,17 @@ def _measured(ranks: int, seconds: float) -> dict[str, Any]:
     }
     fastest = found["flops"]["float32" if accelerator is None else "bfloat16"]
     found["attention"] = _attention(meter, rows) / fastest
-    if ranks > 1:
-        found |= _messages(meter, ranks, rows)
+    for where, group in _groups(ranks, on_node).items():
+        found |= _messages(meter, where, group, rows)  # what is lost beside the slowest of them counts
     return found
+
+
+def _groups(ranks: int, on_node: int) -> dict[str, dist.ProcessGroup | None]:
+    """The ranks of this one's node, and all ranks, as far as they are several."""
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    if on_node > 1:
+        groups["inner"] = dist.group.WORLD if on_node == ranks else dist.new_subgroups(on_node)[0]  # type: ignore[no-untyped-call]
+    return groups | ({"outer": dist.group.WORLD} if ranks > on_node else {})
 
 
 def _memory(device: torch.device) -> float:
@@ -269,11 +310,12 @@ def _launches(meter: _Meter) -> dict[str, float]:
     return {"op_seconds": min(seconds, host / 40), "kernel_seconds": seconds}
 
 
-def _messages(meter: _Meter, ranks: int, rows: int) -> dict[str, float]:
-    """Latency and bandwidth of an exchange among all ranks, and what it costs the computation beside it."""
-    exchange = _gloo_exchange if meter.device.type == "cpu" else _all_gather
-    small = meter.seconds(exchange(meter.device, ranks, _SMALL))
-    large = max(meter.seconds(exchange(meter.device, ranks, _LARGE)), 2 * small)  # else other work held up small ones
+def _messages(meter: _Meter, where: str, group: dist.ProcessGroup | None, rows: int) -> dict[str, float]:
+    """Latency and bandwidth of an all-gather in a group, and what it costs the computation beside it."""
+    assert group is not None
+    ranks, exchange = group.size(), partial(_all_gather, meter.device, group)
+    small = meter.seconds(exchange(_SMALL))
+    large = max(meter.seconds(exchange(_LARGE)), 2 * small)  # else other work held up small ones
     bandwidth = (_LARGE - _SMALL) * (ranks - 1) / ranks / (large - small)
     x = torch.randn(rows, rows, device=meter.device)
     times = max(1, round(large / meter.seconds(lambda: x @ x)))
@@ -282,46 +324,33 @@ def _messages(meter: _Meter, ranks: int, rows: int) -> dict[str, float]:
         for _ in range(times):
             x @ x
 
-    send = exchange(meter.device, ranks, _LARGE, products)
+    send = exchange(_LARGE, products)
     alone, both = meter.seconds(products), meter.seconds(send)
     # Both begin at the same time. What lies beyond the longer of them was lost.
     contention = (both - max(alone, large)) / min(alone, large)
-    return {"link_latency": small, "link_bandwidth": bandwidth, "contention": contention}
+    return {f"{where}_latency": small, f"{where}_bandwidth": bandwidth, "contention": contention}
 
 
 def _nothing() -> None:
     pass
 
 
-def _gloo_exchange(
-    device: torch.device, ranks: int, nbytes: int, meanwhile: Callable[[], None] = _nothing
-) -> Callable[[], None]:
-    """As the transport of CPU ranks does it: to every other rank, and from it. Parts of ``nbytes`` in all."""
-    rank = dist.get_rank()
-    parts = list(torch.zeros(nbytes, dtype=torch.uint8).chunk(ranks))
-
-    def run() -> None:
-        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        works = [dist.isend(parts[rank], peer) for peer in peers] + [dist.irecv(parts[peer], peer) for peer in peers]
-        meanwhile()
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    return run
-
-
 def _all_gather(
-    device: torch.device, ranks: int, nbytes: int, meanwhile: Callable[[], None] = _nothing
+    device: torch.device, group: dist.ProcessGroup, nbytes: int, meanwhile: Callable[[], None] = _nothing
 ) -> Callable[[], None]:
-    output = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    own = output.chunk(ranks)[dist.get_rank()]
+    """As the transport of CPU ranks does it; the back end's on accelerators."""
+    output = torch.zeros(nbytes // group.size() * group.size(), dtype=torch.uint8, device=device)
+    own = output.chunk(group.size())[group.rank()]
+    transport = GlooTransport(group) if device.type == "cpu" else None
 
     def run() -> None:
-        work = dist.all_gather_into_tensor(output, own, async_op=True)
+        works: Sequence[Work | None]
+        if transport is None:
+            works = [dist.all_gather_into_tensor(output, own, group=group, async_op=True)]
+        else:
+            works = transport.all_gather([CommRequest("calibration", [Operand(own, output)])])
         meanwhile()
-        assert work is not None
-        work.wait()
+        wait_for_all(work for work in works if work is not None)
 
     return run
 
@@ -343,7 +372,7 @@ def _group(folder: Path, rank: int, ranks: int) -> Iterator[None]:
 
 def _main(folder: str, seconds: str, ranks: str, rank: str) -> None:
     with _group(Path(folder), int(rank), int(ranks)):
-        found = _measured(int(ranks), float(seconds))
+        found = _measured(int(ranks), float(seconds), int(ranks))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -69,7 +69,10 @@ __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
 TIMEOUT_VARIABLE = "FULLSHARD_WATCHDOG_S"
 LOST_VARIABLE = "FULLSHARD_WATCHDOG_LOST_S"
 _STUCK_S = 3.0  # in a collective
-_LOST_S = 60.0  # that a rank, or the store, may give no sign of life while others are stuck
+# That a rank, or the store, may give no sign of life while others are stuck. TCP sends again after pauses that double:
+# a link that was down for 110 s answers after 205 s.
+_LOST_S = 240.0
+_BROKEN_S = 60.0  # the same, once a connection has failed, so that nobody can go on in any case
 _ALARM_S = 8.0  # and three times as long as a rank is stuck before
 _SURE_S = 5.0  # that ranks wait for each other, or for a network that has failed
 _QUIET_S = 3.0  # without a sign of life, until its process is looked for
@@ -227,7 +230,8 @@ class Watchdog:
             return error
         if not self.failed.is_set() and not self._stop.is_set() and _is_of_back_end(error):
             self._broken = _short(error), time.monotonic()
-            limit = time.monotonic() + self.stuck_s + max(self.lost_s, _QUIET_S + _SURE_S) + 4 * self._poll_s
+            limit = time.monotonic() + self.stuck_s + 4 * self._poll_s
+            limit += max(min(self.lost_s, _BROKEN_S), _QUIET_S + _SURE_S)
             while not (PROGRESS.ends or self._stop.is_set()) and time.monotonic() < limit:
                 if self.failed.wait(0.1):  # signals are handled in between
                     break
@@ -382,13 +386,15 @@ class Watchdog:
                 break
             ranks |= further
         lost: dict[int, str] = {}
+        is_broken = any(report.state == "broken" for report in reports.values())
+        lost_s = min(self.lost_s, _BROKEN_S) if is_broken else self.lost_s
         for rank, beat in quiet.items():
             silent_s, state = now - self._beats[rank][1], self._state_of(beat, reports)
             does = {GONE: "its process is gone", RUNS: "its process runs", STOPPED: "its process is stopped"}
             told = (
                 beat.unwatched or f"{does.get(state, 'its machine cannot be reached')}, no answer for {silent_s:.0f} s"
             )
-            if state == GONE or (state != RUNS and silent_s > self.lost_s and not beat.unwatched):
+            if state == GONE or (state != RUNS and silent_s > lost_s and not beat.unwatched):
                 lost[rank] = f"{told}; it was last seen in {beat.place}"
             else:
                 reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)

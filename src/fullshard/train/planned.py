@@ -115,6 +115,8 @@ def choices_of(texts: Sequence[str]) -> dict[str, Any]:
 def measure(path: Path, ranks: int) -> str:
     """Measure this machine with so many ranks, write it as a cluster, and return what was found as text.
 
+    Under torchrun, the nodes of the job; its first rank writes, and the text of the others is empty.
+
     Args:
         path: TOML file to write.
         ranks: Processes that measure at the same time.
@@ -124,6 +126,8 @@ def measure(path: Path, ranks: int) -> str:
         OSError: If the file cannot be written.
     """
     text = to_toml(calibrate(ranks))
+    if int(os.environ.get("RANK", "0")):
+        return ""
     path.write_text(text, encoding="utf-8")
     return f"{text}\nwritten to {path}; plan with --cluster {path}"
 
