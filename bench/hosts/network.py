@@ -68,7 +68,7 @@ def why_not() -> str:
     if os.geteuid():
         return "namespaces need root"
     try:
-        with hosts_on_this_machine(1, "fs-probe") as network:
+        with hosts_on_this_machine(1) as network:  # a name of this process: several may ask at once
             network.set_rate(100)
     except (subprocess.CalledProcessError, OSError) as error:
         return f"no namespaces with a token bucket: {error}"
