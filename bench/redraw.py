@@ -16,6 +16,8 @@ from bench.checkpoint import report as checkpoint
 from bench.command_line import DOCUMENT
 from bench.command_line import Options as SharedOptions
 from bench.environment import REPOSITORY
+from bench.hosts import driver as hosts
+from bench.hosts import summary
 from bench.memory_limit import driver as memory_limit
 from bench.muon import driver as muon
 from bench.overlap import driver as overlap
@@ -24,6 +26,7 @@ from bench.scaling import driver as scaling
 from bench.stored import Results, StoredResult, common_source, newest, oddness
 from bench.training import accelerate_step, modes, page, page_faults, step, wrapper
 
+README = REPOSITORY / "README.md"
 PERFORMANCE = REPOSITORY / "docs" / "performance" / "index.md"
 # Whose tables have all measurements of a width, and the pages that they are on.
 TRAINING = (
@@ -35,7 +38,9 @@ TRAINING = (
 )
 # What is made of all results: page and marker -> text.
 OF_ALL = {
-    (REPOSITORY / "README.md", "claims"): claims.claims,
+    (README, "hosts"): summary.of(README),
+    (PERFORMANCE, "hosts"): summary.of(PERFORMANCE),
+    (README, "claims"): claims.claims,
     (PERFORMANCE, "claims"): claims.claims,
     (PERFORMANCE, "shortfalls"): figures.shortfalls,
     (PERFORMANCE, "figures"): figures.table,
@@ -53,6 +58,8 @@ def panels_of(result: Mapping[str, Any]) -> list[Any]:
     """Of a result with a plot of its own; none if there is none."""
     found: Mapping[str, Any] = result.get("contestants", {})
     match result["benchmark"]:
+        case "hosts":
+            return list(hosts.panels(result["cells"]))
         case "host_cost":
             return list(host_cost.panels(found))[:1]
         case "wrap_time":

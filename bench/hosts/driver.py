@@ -212,7 +212,7 @@ def _label(name: str) -> str:
 
 def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     """Step time over the rate of the link."""
-    shaped = [cell for cell in cells if cell["megabits"]]
+    shaped = [cell for cell in cells if cell["megabits"] and FULLSHARD in cell["contestants"]]
     shown = (UNSHARDED, *PEERS, FULLSHARD, INT8)
     lines: dict[str, dict[float, float]] = {
         _label(name): {
@@ -222,8 +222,7 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
         }
         for name in shown
     }
-    bounded = [cell for cell in shaped if FULLSHARD in cell["contestants"]]
-    lines["lower bound of FSDP"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in bounded}
+    lines["lower bound of fullshard"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in shaped}
     drawn = {name: line for name, line in lines.items() if line}
     return [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link")] if len(shaped) > 1 else []
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from bench.hosts.network import INTERFACE, hosts_on_this_machine, why_not
 from safetensors.torch import load_file
 
 from compare import assert_close
@@ -315,32 +317,47 @@ def process_of_rank(rank: int, out: Path) -> int:
 
 
 SRUN = """#!/bin/bash
-# Two nodes on one machine, of which the second starts last.
-"$@" & ( sleep 1; exec "$@" ) &
+# Two nodes, of which the second starts last.
+{} "$@" & ( sleep 1; exec {} "$@" ) &
 wait -n && wait -n
 """
 
 
-def test_batch_script_of_two_nodes(tmp_path: Path) -> None:
+@pytest.fixture
+def nodes() -> Iterator[list[list[str]]]:
+    """How commands on two nodes begin: hosts with a slow link between them; without root, one machine twice."""
+    with contextlib.ExitStack() as stack:
+        if why_not():
+            yield [[], []]
+            return
+        network = stack.enter_context(hosts_on_this_machine(2))
+        network.set_rate(500)
+        yield [network.inside(0), network.inside(1)]
+
+
+def test_batch_script_of_two_nodes(nodes: list[list[str]], tmp_path: Path) -> None:
     """The SLURM script, whole, with programs in place of SLURM's: two torchrun, two ranks each, two replicas.
 
     A rank is killed, and all start again from the last checkpoint.
     """
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
+    head = "host0" if nodes[0] else "localhost"
+    on_nodes = SRUN.format(*map(shlex.join, nodes))
+    for name, text in {"srun": on_nodes, "scontrol": f"#!/bin/bash\necho {head}\n"}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    slurm = {"JOB_NODELIST": "localhost", "JOB_NUM_NODES": 2, "GPUS_ON_NODE": 2, "CPUS_PER_TASK": 2, "JOB_ID": 17}
+    slurm = {"JOB_NODELIST": "host[0-1]", "JOB_NUM_NODES": 2, "GPUS_ON_NODE": 2, "CPUS_PER_TASK": 2, "JOB_ID": 17}
     words = [*SMALL, "--out", tmp_path / "out", "--steps", "12", "--save-every", "2", make_text(tmp_path)]
     with started(
         tmp_path,
         ["bash", SCRIPT, *words],
         PATH=f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         PORT=port,
+        GLOO_SOCKET_IFNAME=INTERFACE if nodes[0] else "lo",
         **{f"SLURM_{key}": value for key, value in slurm.items()},
         SLURM_JOB_NAME="test",
     ) as process:
