@@ -196,7 +196,8 @@ def section(page: Path, heading: str) -> str:
 def test_figures_of_the_readme_are_in_the_tables() -> None:
     """Every ratio in the README is one of the pages on performance, or of the table of seeded faults."""
     readme = section(ROOT / "README.md", "why-fullshard")
-    tables = "".join((ROOT / "docs" / "performance" / name).read_text() for name in ("benchmarks.md", "gpu.md", "hosts.md"))
+    pages = ("benchmarks.md", "gpu.md", "hosts.md")
+    tables = "".join((ROOT / "docs" / "performance" / name).read_text() for name in pages)
     ratios = re.findall(r"\d\.\d\d", readme)
     assert len(ratios) > 15 and not [ratio for ratio in ratios if ratio not in tables]
     noticed, faults = re.search(r"\*\*Tests that are tested\.\*\* (\d+) of (\d+)", readme).groups()
