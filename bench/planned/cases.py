@@ -35,6 +35,7 @@ class Case:
         front_end: Which.
         tokens: Of a microbatch on a rank; 0: as is usual for the width.
         blocks_per_unit: Consecutive blocks that are one unit; 0: the whole model is one unit.
+        blocks: Of the model; 0: as is usual for the width.
     """
 
     width: int
@@ -46,12 +47,13 @@ class Case:
     front_end: str = COMPOSABLE
     tokens: int = 0
     blocks_per_unit: int = 1
+    blocks: int = 0
 
     @property
     def shape(self) -> GPTShape:
         """Of the model and of a microbatch."""
         blocks, tokens = {512: (6, 256), 1024: (8, 64)}[self.width]
-        return GPTShape(self.width, blocks, self.tokens or tokens)
+        return GPTShape(self.width, self.blocks or blocks, self.tokens or tokens)
 
     @property
     def name(self) -> str:

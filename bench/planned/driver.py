@@ -21,7 +21,7 @@ from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import Contestant
 from bench.environment import REPOSITORY
-from bench.planned import modelled, published, timed
+from bench.planned import hosts, modelled, published, timed
 from bench.planned.cases import FAKE_RANKS, GLOO_RANKS, Case, memory_cases, plan_of
 from bench.statistics import spread
 from bench.teams import Launch, Teams
@@ -31,14 +31,15 @@ from fullshard.planning.dry_run import Step
 PAGE = REPOSITORY / "docs" / "performance" / "planned.md"
 TARGET, MOMENTS = 0.05, 38
 WORKER = "bench.planned.worker"
-RUNS, TIMED, NETWORK, MEMORY, TIME = "runs", "timed", "network", "memory", "time"
-PARTS = (RUNS, TIMED, NETWORK, MEMORY, TIME)
+RUNS, TIMED, HOSTS, NETWORK, MEMORY, TIME = "runs", "timed", "hosts", "network", "memory", "time"
+PARTS = (RUNS, TIMED, HOSTS, NETWORK, MEMORY, TIME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Forty configurations and twelve timed ones, some five minutes each; eighteen modelled networks, half a minute;
-    published memory, some five minutes; published time, some twenty.
+    """Forty configurations and twelve timed ones, some five minutes each; hosts with slow links (as root), a quarter of
+    an hour; eighteen modelled networks, half a minute; published memory, some five minutes; published time,
+    some twenty.
     """
 
     what: tuple[str, ...] = option(PARTS, choices=PARTS)
@@ -102,6 +103,7 @@ def run(options: Options) -> None:
     parts: dict[str, tuple[Callable[[], Iterable[dict[str, Any]]], Callable[[list[dict[str, Any]]], list[str]]]] = {
         RUNS: (lambda: compare([case for case in memory_cases() if case.width in options.width]), paragraphs),
         TIMED: (timed.compare_times, timed.paragraphs),
+        HOSTS: (hosts.compare_hosts, hosts.paragraphs),
         NETWORK: (lambda: modelled.compare(modelled.modelled_cells()), modelled.paragraphs),
         MEMORY: (lambda: published.memory_cells(rows), published.memory_paragraphs),
         TIME: (lambda: published.time_cells(rows), published.time_paragraphs),

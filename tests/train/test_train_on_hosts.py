@@ -82,6 +82,9 @@ def test_links_between_nodes_are_measured(tmp_path: Path) -> None:
         assert [node.wait(LIMIT) for node in nodes] == [0, 0], [log.read_text() for log in logs]
     found = cluster_of(path)
     assert (found.node, found.calibrated, list(found.outer)) == (2, 4, [2])
-    # Of 4/4 a rank receives 3/4, of which 2/4 cross the link of its host: once for both of its ranks.
-    assert found.outer[2].bandwidth < 1.1 * 1.5 * 200e6 / 8 and found.inner.bandwidth > 2 * found.outer[2].bandwidth
+    assert found.outer[2].bandwidth < 1.1 * 200e6 / 8 and found.inner.bandwidth > 2 * found.outer[2].bandwidth
+    # Of 4/4 a rank receives 3/4, of which 2/4 cross the link of its host: once for both of its ranks. Two replicas
+    # of two shards each receive 1/2, and both groups want the link at once.
+    whole, replicas = found.link(4).bandwidth, found.link(2, stride=2).bandwidth
+    assert (whole, replicas) == pytest.approx((1.5 * found.outer[2].bandwidth, 0.5 * found.outer[2].bandwidth))
     assert "written to" in logs[0].read_text() + logs[1].read_text()

@@ -219,7 +219,8 @@ def _measured(ranks: int, seconds: float, on_node: int) -> dict[str, Any]:
     fastest = found["flops"]["float32" if accelerator is None else "bfloat16"]
     found["attention"] = _attention(meter, rows) / fastest
     for where, group in _groups(ranks, on_node).items():
-        found |= _messages(meter, where, group, rows)  # what is lost beside the slowest of them counts
+        nearby = on_node if where == "outer" and accelerator is None else 1  # whose parts do not cross the network
+        found |= _messages(meter, where, group, nearby, rows)  # what is lost beside the slowest of them counts
     return found
 
 
@@ -310,13 +311,13 @@ def _launches(meter: _Meter) -> dict[str, float]:
     return {"op_seconds": min(seconds, host / 40), "kernel_seconds": seconds}
 
 
-def _messages(meter: _Meter, where: str, group: dist.ProcessGroup | None, rows: int) -> dict[str, float]:
+def _messages(meter: _Meter, where: str, group: dist.ProcessGroup | None, nearby: int, rows: int) -> dict[str, float]:
     """Latency and bandwidth of an all-gather in a group, and what it costs the computation beside it."""
     assert group is not None
     ranks, exchange = group.size(), partial(_all_gather, meter.device, group)
     small = meter.seconds(exchange(_SMALL))
     large = max(meter.seconds(exchange(_LARGE)), 2 * small)  # else other work held up small ones
-    bandwidth = (_LARGE - _SMALL) * (ranks - 1) / ranks / (large - small)
+    bandwidth = (_LARGE - _SMALL) * (ranks - nearby) / ranks / (large - small)
     x = torch.randn(rows, rows, device=meter.device)
     times = max(1, round(large / meter.seconds(lambda: x @ x)))
 

@@ -153,9 +153,11 @@ class Cluster:
         nodes = min(ranks, math.ceil(span / self.node))
         inside = max(1, min(ranks, self.node // stride))  # ranks of the group on a node share its network
         found, share = _interpolated(self.outer, nodes), inside / self.node
+        # Over gloo what a rank receives from its node is no load of the network; in NCCL's rings all passes by once.
+        once = (ranks - 1) / (ranks - inside) if self.backend == "gloo" else 1.0
         return dataclasses.replace(
             found,
-            bandwidth=found.bandwidth * share,
+            bandwidth=found.bandwidth * share * once,
             latency=found.latency * share,  # a ring of fewer ranks
             all_reduce_bandwidth=found.all_reduce_bandwidth * share,
         )
