@@ -321,7 +321,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a logarithmic axis, per contestant ``{x: y}``; ours dark, the others light."""
+    """Lines over a logarithmic axis, per contestant ``{x: y}``; ours dark, unsharded gray, bounds thin."""
 
     title: str
     values: Mapping[str, Mapping[float, float]]
@@ -334,8 +334,10 @@ class Curves:
         """Draw them on an axis of matplotlib."""
         for index, (name, points) in enumerate(self.values.items()):
             ours, style = name.startswith("fullshard"), ("-", "--", ":", "-.")[index % 4]
-            marker, color = "osv^"[index // 4 % 4], DARK if ours else "#d1495b"
-            line = {"linestyle": style, "marker": marker, "ms": 4, "label": label_in_plot(name)}
+            color = DARK if ours else "#777777" if name == "unsharded" else "#d1495b"
+            line = {"linestyle": style, "marker": "osv^"[index // 4 % 4], "ms": 4, "label": label_in_plot(name)}
+            if name.endswith("lower bound"):
+                line |= {"marker": "", "linewidth": 0.8, "linestyle": "-"}
             axis.plot(*zip(*points.items(), strict=True), color=color, **line)
         if self.reference is not None:
             axis.axhline(self.reference, color="#333333", linewidth=1)

@@ -46,6 +46,7 @@ KEPT, OURS_KEPT, AHEAD = f"{FSDP2}-kept", f"{FULLSHARD}-kept", f"{FULLSHARD}-ahe
 QUANTIZED = {f"{FULLSHARD}-int8": "int8", f"{FULLSHARD}-fp8": "fp8"}
 INT8 = next(iter(QUANTIZED))
 OWN = {
+    UNSHARDED: replace(CONTESTANTS[UNSHARDED], kept=KEPT_MEBIBYTES),
     KEPT: Contestant(KEPT, FSDP2, peer=FSDP2, kept=KEPT_MEBIBYTES, keep_last=ALL_UNITS),
     OURS_KEPT: Contestant(OURS_KEPT, FULLSHARD, peer=FSDP2, keep_last=ALL_UNITS),
     AHEAD: Contestant(AHEAD, FULLSHARD, peer=FSDP2, ahead=2),
@@ -184,7 +185,7 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """A row per rate and contestant."""
-    rows = {f"{_rate(cell)}, {_label(name)}": entry for cell in cells for name, entry in cell["contestants"].items()}
+    rows = {f"{rate(cell)}, {_label(name)}": entry for cell in cells for name, entry in cell["contestants"].items()}
     headers = {
         f"time_ratio{BY_PEER}": "/ better of FSDP1, FSDP2",
         f"time_ratio{BY_UNSHARDED}": "/ unsharded",
@@ -201,8 +202,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     return report.table("link of a host, contestant", rows, columns)
 
 
-def _rate(cell: Mapping[str, Any]) -> str:
-    return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "not shaped"
+def rate(cell: Mapping[str, Any]) -> str:
+    """The bandwidth of the links."""
+    return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "unlimited"
 
 
 def _label(name: str) -> str:
@@ -213,7 +215,7 @@ def _label(name: str) -> str:
 def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     """Step time over the rate of the link."""
     shaped = [cell for cell in cells if cell["megabits"] and FULLSHARD in cell["contestants"]]
-    shown = (UNSHARDED, *PEERS, FULLSHARD, INT8)
+    shown = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, KEPT, FULLSHARD, INT8)
     lines: dict[str, dict[float, float]] = {
         _label(name): {
             cell["megabits"]: cell["contestants"][name]["median_step_seconds"]
@@ -222,9 +224,9 @@ def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
         }
         for name in shown
     }
-    lines["lower bound of fullshard"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in shaped}
+    lines["fullshard, lower bound"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in shaped}
     drawn = {name: line for name, line in lines.items() if line}
-    return [report.Curves("seconds of a step", drawn, "Mbit/s of a host's link")] if len(shaped) > 1 else []
+    return [report.Curves("seconds of a step", drawn, "bandwidth of a host's link, Mbit/s")] if len(shaped) > 1 else []
 
 
 def run(options: Options) -> bool:
@@ -233,14 +235,16 @@ def run(options: Options) -> bool:
     cells = [measure(options, megabits) for megabits in options.megabits]
     accumulated = [f"{options.microbatches}-microbatches"] if options.microbatches > 1 else []
     parts = [f"{options.hosts}x{options.per_host}", *([options.mode] if options.mode != FP32 else []), *accumulated]
+    steps = f"{options.steps_per_round} step{'s' * (options.steps_per_round > 1)}"
     told = [
         f"{options.hosts} hosts with {options.per_host} rank{'s' * (options.per_host > 1)} each, "
         f"{MODES[options.mode]}; GPT of width {options.width}, {options.blocks} blocks, {options.microbatches} x "
-        f"{options.tokens} tokens per rank, AdamW, {options.rounds} rounds. Hosts are network namespaces of one "
-        "machine, with token buckets as links; gloo, CPU ranks. All have fullshard's malloc setting.",
+        f"{options.tokens} tokens per rank, AdamW; medians of {options.rounds} rounds of {steps}, and ratios within a "
+        "round with their quartiles. Hosts are network namespaces of one machine, with token buckets as links; gloo, "
+        "CPU ranks. All have fullshard's malloc setting.",
         table(cells),
     ]
-    title = f"A step over the rate of the link, {' '.join(parts)}"
+    title = f"Step time over link bandwidth, {' '.join(parts)}"
     figures = {"settings": options.settings, "cells": cells}
     marker = ":".join(("hosts", *parts))
     report.publish(options, "hosts", figures, told, title=title, panels=panels(cells), parts=parts, marker=marker)

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import report
-from bench.contestants import FSDP1, FSDP2, FULLSHARD, TWO_KEPT, UNSHARDED, WITH_OURS
-from bench.hosts.driver import INT8
+from bench.contestants import DDP, FSDP1, FSDP2, FULLSHARD, TWO_KEPT, UNSHARDED, WITH_OURS
+from bench.hosts.driver import INT8, KEPT, OURS_KEPT, rate
 from bench.stored import Results
 
 SHOWN = {
-    UNSHARDED: "unsharded, no exchange",
+    UNSHARDED: "unsharded, no communication",
+    f"{DDP}{WITH_OURS}": "DDP",
     f"{FSDP1}{WITH_OURS}": "FSDP1",
     f"{FSDP2}{WITH_OURS}": "FSDP2",
-    TWO_KEPT: "FSDP2, its last two units kept by hand",
+    TWO_KEPT: "FSDP2, last two units not resharded after forward",
+    KEPT: "FSDP2, `reshard_after_forward=False`",
     FULLSHARD: "fullshard",
+    OURS_KEPT: "fullshard, `reshard_after_forward=False`",
     INT8: "fullshard, int8",
 }
 NAME = "hosts_2x1"
@@ -28,17 +31,20 @@ def of(document: Path) -> Callable[[Results], str]:
         if NAME not in results:
             return "not measured"
         stored = results[NAME]
-        rows = []
+        rows, kept = [], []
         for cell in stored.result["cells"]:
             found = cell["contestants"]
-            seconds = [report.cell(found.get(name, {}).get("median_step_seconds")) for name in SHOWN]
             ours = found[FULLSHARD]
+            seconds = [report.cell(found.get(name, {}).get("median_step_seconds")) for name in SHOWN]
             ratio = report.cell(ours.get("time_ratio_to_better_peer"))
-            rate = f"{cell['megabits']} Mbit/s" if cell["megabits"] else "not shaped"
-            rows.append([rate, *seconds[:-1], report.cell(ours["bound"]), ratio, seconds[-1]])
-        header = ["link, each way", *SHOWN.values()]
-        header[-1:] = ["its lower bound", "/ better of FSDP1, FSDP2", SHOWN[INT8]]
+            rows.append([rate(cell), *seconds, report.cell(ours["bound"]), ratio])
+            if KEPT in found:
+                kept.append(f"{ours['median_step_seconds'] / found[KEPT]['median_step_seconds']:.2f}")
+        header = ["link bandwidth", *SHOWN.values(), "lower bound of fullshard", "fullshard / faster of FSDP1, FSDP2"]
+        told = (
+            f"Of the time of FSDP2 with `reshard_after_forward=False`, fullshard as it comes takes {', '.join(kept)}."
+        )
         image = report.image_link(stored.path.with_suffix(".png"), document, stored.result["page"]["title"])
-        return "\n\n".join([report.markdown_table(header, rows), image, report.provenance(stored.environment)])
+        return "\n\n".join([report.markdown_table(header, rows), told, image, report.provenance(stored.environment)])
 
     return write
