@@ -118,6 +118,7 @@ class Trouble:
     place: str
     seconds: float | None
     megabits: float = 0
+    host: int = 1
 
 
 def run(troubles: Sequence[Trouble], name: str) -> tuple[list[object], float]:
@@ -164,17 +165,17 @@ def run(troubles: Sequence[Trouble], name: str) -> tuple[list[object], float]:
                 if trouble.megabits:
                     network.set_rate(trouble.megabits)
                 else:
-                    network.set_link(1, up=False)
+                    network.set_link(trouble.host, up=False)
                 (folder / trouble.place).touch()
                 if trouble.seconds is None:
-                    network.kill(1)
-                    alive = range(1)
+                    network.kill(trouble.host)
+                    alive = range(1 - trouble.host, 2 - trouble.host)
                     break
                 time.sleep(trouble.seconds)
                 if trouble.megabits:
                     network.set_rate(MEGABITS)
                 else:
-                    network.set_link(1, up=True)
+                    network.set_link(trouble.host, up=True)
             said = [folder / f"said.{rank}" for rank in alive]
             wait_for(said)
             return [json.loads(path.read_text()) for path in said], time.monotonic() - begun
@@ -190,7 +191,8 @@ def check(trouble: Trouble, expected: object, name: str) -> bool:
         said, seconds = run([trouble], name)
     except TimeoutError as error:
         said, seconds = [str(error)], LIMIT_S
-    well = "rank 1 is lost" in str(said[0]) if trouble.seconds is None else said == expected
+    lost = "store of the process groups" if trouble.host == 0 else "rank 1 is lost"
+    well = lost in str(said[0]) if trouble.seconds is None else said == expected
     print(f"{'ok' if well else 'FAILED':6} {trouble}: {seconds:.0f} s", flush=True)
     if not well or trouble.seconds is None:
         print(f"       {said}", flush=True)
@@ -211,6 +213,7 @@ def main() -> None:
         *(Trouble(place, seconds) for seconds in SECONDS for place in PLACES),
         *(Trouble(place, 20, megabits=1) for place in PLACES),
         *(Trouble(place, None, megabits) for megabits in (0, MEGABITS) for place in PLACES),
+        *(Trouble(place, None, host=0) for place in PLACES),
     ]
     expected, _ = run([Trouble(PLACES[0], 0)], "fs-expected")
     with ThreadPoolExecutor(options.at_once) as threads:

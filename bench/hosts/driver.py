@@ -161,11 +161,6 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
         records, failures = compete(contestants, settings, "bench.training.trainer", places, environment)
     exact = {name: record for name, record in records.items() if name not in QUANTIZED}
     entries = summarize(records, {each.name: references(each, records) for each in contestants})
-    computing = entries[UNSHARDED]["median_step_seconds"] if UNSHARDED in entries else 0.0
-    for each in contestants:
-        if each.name in entries and each.name != UNSHARDED:
-            entry, least = entries[each.name], bound(options, each, megabits, computing)
-            entry |= {"bound": least, "of_bound": entry["median_step_seconds"] / least if least else None}
     wrong = disagreements(exact)
     for name, record in records.items():
         verdict = f"  WRONG by {wrong[name]:.1e}" if name in wrong else ""
@@ -181,6 +176,17 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
         "losses_that_disagree": wrong,
         "not_run": failures,
     }
+
+
+def add_bounds(options: Options, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Add the lower bounds, with the shortest time of computing of all cells: it does not depend on the link."""
+    able, unsharded = CONTESTANTS | OWN | PREFETCHING, [cell["contestants"].get(UNSHARDED) for cell in cells]
+    computing = min((entry["median_step_seconds"] for entry in unsharded if entry), default=0.0)
+    for cell in cells:
+        for name, entry in cell["contestants"].items():
+            least = bound(options, able[name], cell["megabits"], computing)
+            if name != UNSHARDED and least:
+                entry |= {"bound": least, "of_bound": entry["median_step_seconds"] / least}
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -233,6 +239,7 @@ def run(options: Options) -> bool:
     if reason := why_not():
         raise UsageError(f"there can be no hosts on this machine: {reason}")
     cells = [measure(options, megabits) for megabits in options.megabits]
+    add_bounds(options, cells)
     accumulated = [f"{options.microbatches}-microbatches"] if options.microbatches > 1 else []
     parts = [f"{options.hosts}x{options.per_host}", *([options.mode] if options.mode != FP32 else []), *accumulated]
     steps = f"{options.steps_per_round} step{'s' * (options.steps_per_round > 1)}"

@@ -295,11 +295,11 @@ class PendingWork(Protocol):
 
 def wait_for_all(works: Iterable[Work]) -> None:
     """Wait for every work, also after one has failed: they write to memory that is reused. Raises the first error."""
-    first: RuntimeError | None = None
+    first: BaseException | None = None
     for work in works:
         try:
             work.wait()
-        except RuntimeError as error:
+        except BaseException as error:  # also of a signal handler
             first = first or error
     if first is not None:
         raise first
@@ -317,25 +317,21 @@ class HostWork:
     def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
         self._works = list(works)
         self._finish: Callable[[], None] | None = finish
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         """Wait for the works and finish, unless that was done."""
-        works, self._works = self._works, []
-        if works:
-            try:
-                wait_for_all(works)
-            except RuntimeError as error:
-                self._error = error
         if self._error is not None:
             raise self._error
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            try:
+        (works, self._works), (finish, self._finish) = (self._works, []), (self._finish, None)
+        try:
+            wait_for_all(works)
+            if finish is not None:
                 finish()
-            except RuntimeError as error:
-                self._error = error
-                raise
+        except BaseException as error:
+            interrupted = RuntimeError(f"the wait for this collective was interrupted by {type(error).__name__}")
+            self._error = error if isinstance(error, Exception) else interrupted
+            raise
 
 
 class _HostLaunch(HostWork):

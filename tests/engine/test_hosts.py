@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +140,71 @@ def test_a_rank_that_waits_alone(rank: Rank, hosts: list[list[int]]) -> None:
 
 
 @on_ranks(4)
+def test_a_rank_that_waits_before_it_launches_more(rank: Rank) -> None:
+    """The second half of an all-reduce follows waits; what others have launched by then does not hold it up."""
+    transport = transport_of(rank, HOSTS[0])
+    whole, gathered = torch.ones(4 * 40_000), torch.empty(4 * 40_000)
+    sums = transport.all_reduce([CommRequest("a", [Operand(whole, whole)], GradScaling(1, 1))])
+    if rank.rank in (1, 2):
+        wait_for_all(sums)
+    works = transport.all_gather([CommRequest("b", [Operand(torch.ones(40_000), gathered)])])
+    wait_for_all([*sums, *works])
+    assert whole.eq(4).all() and gathered.eq(1).all()
+
+
+class Late:
+    """A work that is done after a while."""
+
+    done = False
+
+    def wait(self) -> None:
+        time.sleep(1)
+        self.done = True
+
+
+def test_an_interrupted_wait() -> None:
+    """What a signal handler raises is raised when the memory is not written to any more; the work stays failed."""
+    late = Late()
+    work = HostWork([RelayThread().wait_for(late)], lambda: None)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert late.done
+    with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
+        work.wait()
+
+
+EXIT = """
+import sys, time, torch, torch.distributed as dist
+from fullshard.comm.hosts import RelayThread
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+group, memory = dist.group.WORLD, torch.zeros(4)
+if rank:
+    time.sleep(1)
+    group.send([memory], 0, 1).wait()
+else:
+    thread = RelayThread()
+    work = thread.wait_for(group.recv([memory], 1, 1))
+"""
+
+
+def test_exit_with_a_message_on_its_way(tmp_path: Path) -> None:
+    """The process ends when it has come, and is not aborted inside of the wait for it."""
+    command = [sys.executable, "-c", EXIT]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+
+
+@on_ranks(4)
 def test_errors_of_what_is_passed_on(rank: Rank) -> None:
     """They are raised where the rank waits, whatever they are, and the thread goes on."""
 
@@ -146,8 +217,10 @@ def test_errors_of_what_is_passed_on(rank: Rank) -> None:
 
     thread, passed = RelayThread(), []
     for error in (RuntimeError("closed"), ValueError("a mistake"), MemoryError()):
-        with pytest.raises(type(error)):
-            thread.wait_for(Broken(error)).wait()
+        work = thread.wait_for(Broken(error))
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                work.wait()
     thread.wait_for(HostWork((), lambda: passed.append(1))).wait()
     assert passed == [1]
     kept = torch.ones(1)
@@ -158,19 +231,48 @@ def test_errors_of_what_is_passed_on(rank: Rank) -> None:
     assert seen() is None
 
 
+@contextmanager
+def on_hosts(rank: Rank, hosts: Sequence[Sequence[int]]) -> Iterator[Callable[[nn.Module, Any], None]]:
+    """Have ranks on hosts; yields what shards a module by one of the front ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        host = next(index for index, host in enumerate(hosts) if rank.rank in host)
+        patch.setattr(gloo, "this_host", lambda: bytes([host] * 8))
+        group = dist.new_group()
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        yield lambda module, by: by(module, mesh=mesh)
+        assert gloo.record_of(group).routes == Routes(hosts, rank.rank)
+
+
+@on_ranks(4)
+def test_inference_mode(rank: Rank) -> None:
+    """Forwards in it, the first one included, and training afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), nn.LayerNorm(300), nn.Linear(300, 64))
+    x = torch.randn(8, 64)
+    expected = model(x).detach()
+    with on_hosts(rank, HOSTS[0]) as shard:
+        for layer in model:
+            shard(layer, fully_shard)
+        shard(model, fully_shard)
+        for _ in range(2):
+            with torch.inference_mode():
+                torch.testing.assert_close(model(x), expected)
+            model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("shard", [fully_shard, replicate])
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
 def test_training(rank: Rank, hosts: list[list[int]], shard: Any) -> None:
     """A model trains as without sharding."""
 
-    def train(wrap: bool) -> list[torch.Tensor]:
+    def train(wrap: Callable[[nn.Module, Any], None] | None = None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
-        if wrap:
-            for layer in model:
-                shard(layer) if isinstance(layer, nn.Linear) else None
-            shard(model)
+        if wrap is not None:
+            for layer in (model[0], model[2], model):
+                wrap(layer, shard)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(3):
@@ -185,14 +287,6 @@ def test_training(rank: Rank, hosts: list[list[int]], shard: Any) -> None:
                 dist.all_reduce(losses[-1])
         return losses
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            gloo, "this_host", lambda: bytes([next(i for i, host in enumerate(hosts) if rank.rank in host)] * 8)
-        )
-        group = dist.new_group()
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-        usual = shard
-        shard = lambda module: usual(module, mesh=mesh)  # noqa: E731
-        found = train(True)
-        assert gloo.record_of(group).routes == Routes(hosts, rank.rank)
-    torch.testing.assert_close([each / 4 for each in found], train(False))
+    with on_hosts(rank, hosts) as wrap:
+        found = train(wrap)
+    torch.testing.assert_close([each / 4 for each in found], train())

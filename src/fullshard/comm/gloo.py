@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport
+from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport
 from fullshard.comm.collective import all_gather_flat
 from fullshard.comm.groups import GroupRecord, record_of
 from fullshard.comm.hosts import RelayThread, Routes, this_host
@@ -106,7 +106,23 @@ class GlooTransport(Transport):
 
     def _spread(self, exchange: _Exchange, sums: Sequence[torch.Tensor], operands: Sequence[Operand]) -> None:
         """Second half of an all-reduce: send the sums of this rank's shares to all, and wait for theirs."""
-        wait_for_all(self._send_to_all(exchange, sums, operands, self._share))
+        wait_for_all(self._send_to_all(exchange, sums, operands, self._share, "waits"))
+
+    def all_to_all(self, unit: str, arrived: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[Work]:
+        """Send a tensor to each rank, and receive one of each, some of them empty; in rank order.
+
+        Args:
+            unit: As of ``CommRequest``.
+            arrived: Where they are received. This rank's own is copied there.
+            sent: Of the same sizes on the ranks that receive them.
+        """
+        exchange = self._exchange("all_to_all", [CommRequest(unit, [])])
+        peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        arrivals = [arrival for peer in peers for arrival in exchange.receive(peer, [arrived[peer]])]
+        for peer in peers:
+            exchange.send(peer, exchange.pack([sent[peer]]))
+        arrived[self.rank].copy_(sent[self.rank])
+        return [*arrivals, exchange.sent()]
 
     def _share(self, operand: Operand, rank: int) -> torch.Tensor:
         """Return the share of an all-reduced tensor that ``rank`` sums."""
@@ -118,7 +134,12 @@ class GlooTransport(Transport):
         return tensor.narrow(0, start, min(size, numel - start))
 
     def _send_to_all(
-        self, exchange: _Exchange, sent: Sequence[torch.Tensor], operands: Sequence[Operand], part: _PartOf
+        self,
+        exchange: _Exchange,
+        sent: Sequence[torch.Tensor],
+        operands: Sequence[Operand],
+        part: _PartOf,
+        relay_of: str = "launches",
     ) -> list[Work]:
         """Send the same to every rank, and receive each rank's part of the operands in its place."""
         routes = self._routes
@@ -137,7 +158,7 @@ class GlooTransport(Transport):
             for peer in routes.neighbors:
                 exchange.send(peer, [arrival.message.memory for arrival in arrivals])
 
-        relays = [self._relayed(arrivals, partial(relay, arrivals)) for arrivals in far.values()]
+        relays = [self._relayed(arrivals, partial(relay, arrivals), relay_of) for arrivals in far.values()]
         return [*relays, *here, exchange.sent()]
 
     def _sums(
@@ -186,21 +207,22 @@ class GlooTransport(Transport):
             HostWork(arrivals[index], partial(self._add_up, term, target, scaling))
             for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
         ]
-        relays = [self._relayed(waited, relay) for waited, relay in relay_sums]
+        relays = [self._relayed(waited, relay, "launches") for waited, relay in relay_sums]
         # What was sent may be overwritten by sums: it has to be gone first.
         return [*relays, exchange.sent(), *sums]
 
-    def _relayed(self, arrivals: Sequence[_Arrival], relay: Callable[[], None]) -> Work:
+    def _relayed(self, arrivals: Sequence[_Arrival], relay: Callable[[], None], relay_of: str) -> Work:
         """Return a work that is done when ``relay``, which passes on what arrives, has been called.
 
-        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits.
+        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits. What
+        follows launches has another thread than what follows waits, whose order may be another one.
         """
         work = HostWork(arrivals, relay)
         if not self._routes.neighbors:
             return work
-        if self._record.relay is None:
-            self._record.relay = RelayThread()
-        return self._record.relay.wait_for(work)
+        if relay_of not in self._record.relays:
+            self._record.relays[relay_of] = RelayThread()
+        return self._record.relays[relay_of].wait_for(work)
 
     def _relay_sums(self, exchange: _Exchange, owner: int, terms: Sequence[dict[int, torch.Tensor]]) -> None:
         """Send a rank of another host what this host has for it."""
@@ -216,7 +238,7 @@ class GlooTransport(Transport):
         ordered = by_host or terms
         fold([ordered[rank] for rank in sorted(ordered)], target, 1 / scaling.after)
 
-    def _exchange(self, kind: Kind, requests: Sequence[CommRequest]) -> _Exchange:
+    def _exchange(self, kind: str, requests: Sequence[CommRequest]) -> _Exchange:
         """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
         count = self._record.exchanges = (self._record.exchanges + 1) % _COUNTED
         what = "\0".join((kind, *(request.unit for request in requests))).encode()

@@ -33,14 +33,14 @@ class GroupRecord:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
         routes: Which ranks of it share a host; None: not known yet.
-        relay: The thread that passes messages of other hosts on; None: there was none yet.
+        relays: The threads that pass messages of other hosts on: of launches, and of what waiting sends.
         made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
     """
 
     exchanges: int = 0
     parts: dict[Part, dist.ProcessGroup] = field(default_factory=dict)
     routes: Routes | None = None
-    relay: RelayThread | None = None
+    relays: dict[str, RelayThread] = field(default_factory=dict)
     made: Counter[Part] = field(default_factory=Counter)
 
 

@@ -11,11 +11,14 @@ What is passed on depends on launches of other ranks only, and not on when a ran
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
 import hashlib
 import os
 import platform
 import queue
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -78,6 +81,11 @@ def this_host() -> bytes:
     return hashlib.blake2b(repr(known).encode(), digest_size=8).digest()
 
 
+_EXIT_S = 60.0  # as long a process waits at its exit for messages that others have still to send
+
+_threads: weakref.WeakSet[RelayThread] = weakref.WeakSet()
+
+
 class RelayThread:
     """Waits for works of one process group in their order, on a thread that does not outlive the process.
 
@@ -85,26 +93,54 @@ class RelayThread:
     """
 
     _queue: _Queue
+    _thread: threading.Thread
 
     def __init__(self) -> None:
         self._queue = queue.SimpleQueue()
-        threading.Thread(target=_relay, args=(self._queue,), name="fullshard relay", daemon=True).start()
+        self._thread = threading.Thread(target=_relay, args=(self._queue,), name="fullshard relay", daemon=True)
+        self._thread.start()
+        _threads.add(self)
 
     def wait_for(self, work: Work) -> HostWork:
         """Have the thread wait for ``work``. Returns a work that is done when it has, and raises what it raised."""
         done: Future[None] = Future()
         self._queue.put((work, done))
-        return HostWork((), done.result)
+        return HostWork((), lambda: _wait_until_done(done))
+
+    def end(self) -> None:
+        """Have the thread end when it has passed on what it was given, and wait for that."""
+        self._queue.put(None)
+        self._thread.join(_EXIT_S)
 
     def __del__(self) -> None:
         self._queue.put(None)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """The end of a process inside of a wait in C++ would abort it."""
+    for thread in list(_threads):
+        thread.end()
+
+
+def _wait_until_done(done: Future[None]) -> None:
+    """Raise what a signal handler raises meanwhile only afterwards, as gloo does: the memory is still written to."""
+    interrupted: BaseException | None = None
+    while not done.done():
+        try:
+            concurrent.futures.wait([done])
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+    done.result()
 
 
 _Queue = queue.SimpleQueue[tuple[Work, Future[None]] | None]
 
 
 def _relay(works: _Queue) -> None:
-    with torch.no_grad():
+    with torch.inference_mode():  # which may write to tensors that were made in it, and to all others
         while (entry := works.get()) is not None:
             work, done = entry
             try:

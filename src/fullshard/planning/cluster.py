@@ -36,7 +36,8 @@ class Link:
     """What collectives cost among some ranks: ``latency + bytes / bandwidth``.
 
     Attributes:
-        bandwidth: Bytes per second that a rank receives in a large collective.
+        bandwidth: Bytes per second that a rank receives in a large collective. Between nodes over gloo: that a node
+            receives, for a byte crosses the network once for all of its ranks.
         latency: Seconds of the smallest one.
         hop_latency: Seconds more each time that the number of ranks doubles.
         all_reduce_bandwidth: Of each of the two passes of an all-reduce; 0: as above.
@@ -159,7 +160,7 @@ class Cluster:
             found,
             bandwidth=found.bandwidth * share * once,
             latency=found.latency * share,  # a ring of fewer ranks
-            all_reduce_bandwidth=found.all_reduce_bandwidth * share,
+            all_reduce_bandwidth=found.all_reduce_bandwidth * share * once,
         )
 
 

@@ -11,7 +11,7 @@ them raises, and the training thread raises the failure instead of the error of 
 It ends a run only on what it knows. A rank that gives no sign of life is looked for: any rank on its machine sees
 whether its process still holds its lock. If not, the rank is lost; if it does, as in a function that holds Python's own
 lock, it is slow. Where nobody can look, as after a network has failed, or if the process is stopped, it is waited for,
-for a minute. Time is measured by the clock of the rank that reads.
+for some minutes. Time is measured by the clock of the rank that reads.
 
 Ranks may also launch different collectives that match by their sizes, or cut parameters differently, so that none is
 stuck and results are wrong. So signs of life have digests of the launches, which are compared, and once more when
@@ -70,8 +70,8 @@ TIMEOUT_VARIABLE = "FULLSHARD_WATCHDOG_S"
 LOST_VARIABLE = "FULLSHARD_WATCHDOG_LOST_S"
 _STUCK_S = 3.0  # in a collective
 # That a rank, or the store, may give no sign of life while others are stuck. TCP sends again after pauses that double:
-# a link that was down for 110 s answers after 205 s.
-_LOST_S = 240.0
+# a link that was down for 120 s answers after 121 s, 205 s or, where messages take 35 ms, 241 s.
+_LOST_S = 270.0
 _BROKEN_S = 60.0  # the same, once a connection has failed, so that nobody can go on in any case
 _ALARM_S = 8.0  # and three times as long as a rank is stuck before
 _SURE_S = 5.0  # that ranks wait for each other, or for a network that has failed

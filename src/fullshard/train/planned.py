@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -126,7 +127,7 @@ def measure(path: Path, ranks: int) -> str:
         OSError: If the file cannot be written.
     """
     text = to_toml(calibrate(ranks))
-    if int(os.environ.get("RANK", "0")):
+    if dist.is_torchelastic_launched() and int(os.environ["RANK"]):
         return ""
     path.write_text(text, encoding="utf-8")
     return f"{text}\nwritten to {path}; plan with --cluster {path}"

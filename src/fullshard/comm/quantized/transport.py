@@ -47,6 +47,7 @@ from fullshard.comm.base import (
     issue_all,
     received_bytes,
 )
+from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.memory import Work
 from fullshard.policy import CommQuantization
@@ -128,7 +129,7 @@ class QuantizedTransport(WrappingTransport):
         works = issue_all(
             [
                 partial(self.base._reduce_scatter, plain) if plain else list,
-                partial(_all_to_all, self.base.reduce_group, arrived, sent, sizes),
+                partial(_all_to_all, self.base, self.base.reduce_group, layout.unit, arrived, sent, sizes),
             ]
         )
         return [*works, _Finish(partial(layout.add_up, arrived, rank), sent)]
@@ -147,7 +148,7 @@ class QuantizedTransport(WrappingTransport):
         works = issue_all(
             [
                 partial(self.base._all_reduce, plain) if plain else list,
-                partial(_all_to_all, self.base.group, arrived, sent, []),
+                partial(_all_to_all, self.base, self.base.group, layout.unit, arrived, sent, []),
             ]
         )
         return [*works, _Finish(partial(self._spread_sums, layout, arrived, sent))]
@@ -396,9 +397,17 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 def _all_to_all(
-    group: dist.ProcessGroup, arrived: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]
+    base: Transport,
+    group: dist.ProcessGroup,
+    unit: str,
+    arrived: torch.Tensor,
+    sent: torch.Tensor,
+    sizes: Sequence[int],
 ) -> list[Work]:
     """Exchange messages of so many bytes with every rank; no sizes: equal ones. Rank order on both sides."""
+    if isinstance(base, GlooTransport):
+        parts = list(sizes) or [sent.numel() // base.world_size] * base.world_size
+        return base.all_to_all(unit, arrived.view(-1).split_with_sizes(parts), sent.view(-1).split_with_sizes(parts))
     options = AllToAllOptions()
     options.asyncOp = True
     return [group.alltoall_base(arrived.view(-1), sent.view(-1), list(sizes), list(sizes), options)]
