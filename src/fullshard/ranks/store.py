@@ -9,24 +9,31 @@ all ranks, also for one that looks later. So ranks never disagree on how a rende
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import json
 import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from fullshard.errors import FullshardError
+from fullshard.progress import PROGRESS
 from fullshard.ranks.agreement import digest_of
 
 __all__ = ["GroupStore", "Rendezvous", "seconds_from"]
 
 _KEYS = _REPORTS, _COUNT, _RESULT, _LEFT = "reports", "count", "result", "left"
 _UNSET = "unset"  # not JSON
+_CHECK_S = 0.5  # without an answer, until it is looked whether the run has been ended
+
+_T = TypeVar("_T")
 
 
 class GroupStore:
@@ -71,6 +78,28 @@ class GroupStore:
         """The store, on a separate connection: a store is locked while a thread waits on it."""
         return PrefixStore(self.name, HashStore() if self._default is None else self._default.clone())
 
+    def ask(self, request: Callable[[Any], _T]) -> _T:
+        """Make a request on ``keys``, by a thread: where the machine of the store is gone, it never ends.
+
+        Raises:
+            FullshardError: If the watchdog has ended the run before there was an answer.
+        """
+        if self._default is None:
+            return request(self.keys)
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(request(self.keys))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="fullshard request", daemon=True).start()
+        while not concurrent.futures.wait([answer], _CHECK_S).done:
+            if PROGRESS.failure is not None:
+                raise FullshardError(PROGRESS.failure)
+        return answer.result()
+
     def next_rendezvous(self) -> Rendezvous:
         """Return the next rendezvous. All ranks of the group call it for the same ones, in the same order."""
         self._count += 1
@@ -98,8 +127,12 @@ class Rendezvous:
     def report(self, value: Any) -> int:
         """Add a report of this rank, and return how many there are."""
         line = json.dumps([self._store.global_rank, value]) + "\n"
-        self._store.keys.append(self._key(_REPORTS), line)  # type: ignore[attr-defined]  # torch's stubs lack it
-        return self._store.keys.add(self._key(_COUNT), 1)
+
+        def add(keys: Any) -> int:
+            keys.append(self._key(_REPORTS), line)
+            return int(keys.add(self._key(_COUNT), 1))
+
+        return self._store.ask(add)
 
     def reports(self) -> dict[int, Any]:
         """Return the last report of each rank that has made one, by global rank."""
@@ -108,7 +141,7 @@ class Rendezvous:
 
     def propose(self, result: Any) -> Any:
         """Make ``result`` the result unless there is one, and return the one that counts."""
-        return json.loads(self._store.keys.compare_set(self._key(_RESULT), "", json.dumps(result)))
+        return json.loads(self._store.ask(lambda keys: keys.compare_set(self._key(_RESULT), "", json.dumps(result))))
 
     def result(self) -> Any:
         """Return the result; None if there is none yet."""
@@ -116,16 +149,20 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Record that this rank needs no more of it; when all ranks have left, the keys are removed."""
-        if self._store.keys.add(self._key(_LEFT), 1) == len(self._store.ranks):
-            for key in _KEYS:
-                self._store.keys.delete_key(self._key(key))
+
+        def leave(keys: Any) -> None:
+            if keys.add(self._key(_LEFT), 1) == len(self._store.ranks):
+                for key in _KEYS:
+                    keys.delete_key(self._key(key))
+
+        self._store.ask(leave)
 
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"
 
     def _read(self, name: str) -> bytes:
         # One request that never waits, which get() would if the key is not there.
-        found: bytes = self._store.keys.compare_set(self._key(name), _UNSET, _UNSET)
+        found: bytes = self._store.ask(lambda keys: keys.compare_set(self._key(name), _UNSET, _UNSET))
         return b"" if found == _UNSET.encode() else found
 
 
