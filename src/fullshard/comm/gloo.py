@@ -115,6 +115,9 @@ class GlooTransport(Transport):
             unit: As of ``CommRequest``.
             arrived: Where they are received. This rank's own is copied there.
             sent: Of the same sizes on the ranks that receive them.
+
+        Returns:
+            Works of the back end, as of other collectives.
         """
         exchange = self._exchange("all_to_all", [CommRequest(unit, [])])
         peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
