@@ -26,7 +26,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "comm/gloo.py",
-        "        relays = [self._relayed(arrivals, partial(relay, arrivals)) for arrivals in far.values()]\n",
+        "        relays = [self._relayed(arrivals, partial(relay, arrivals), relay_of) for arrivals in far.values()]\n",
         "        relays = []\n",
         "What comes from another host is not passed on within this one.",
         ("engine/test_hosts.py",),
