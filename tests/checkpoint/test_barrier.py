@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,3 +246,14 @@ def test_single_process_needs_no_group() -> None:
 
     assert message_of(lambda: body(ValueError("no")), ValueError) == "no"
     assert message_of(lambda: body(OSError("full"))) == "save /a, write: rank 0: OSError: full"
+
+
+def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its machine is gone, and torch connects to it again and again: the rank raises what ended the run."""
+    answer = threading.Event()
+    store = GroupStore(None, "test")
+    store._default = SimpleNamespace(clone=answer.wait)
+    monkeypatch.setattr(PROGRESS, "failure", "the store is gone")
+    with pytest.raises(FullshardError, match="the store is gone"):
+        store.next_rendezvous().report("here")
+    answer.set()

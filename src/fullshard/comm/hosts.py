@@ -18,6 +18,7 @@ import os
 import platform
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -107,20 +108,21 @@ class RelayThread:
         self._queue.put((work, done))
         return HostWork((), lambda: _wait_until_done(done))
 
-    def end(self) -> None:
-        """Have the thread end when it has passed on what it was given, and wait for that."""
+    def end(self) -> threading.Thread:
+        """Have the thread end when it has passed on what it was given, and return it."""
         self._queue.put(None)
-        self._thread.join(_EXIT_S)
+        return self._thread
 
     def __del__(self) -> None:
-        self._queue.put(None)
+        self.end()
 
 
 @atexit.register
 def _end_threads() -> None:
     """The end of a process inside of a wait in C++ would abort it."""
-    for thread in list(_threads):
-        thread.end()
+    deadline = time.monotonic() + _EXIT_S
+    for thread in [each.end() for each in list(_threads)]:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _wait_until_done(done: Future[None]) -> None:
