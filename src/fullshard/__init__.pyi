@@ -28,6 +28,7 @@ from .checkpoint.state.types import (
 from .comm import AllGather, Comm, ReduceScatter
 from .composable.fsdp_module import (
     FSDPModule,
+    GradientReductionHandle,
     ReplicateModule,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -85,6 +86,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -36,13 +36,18 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: Dtype of unsharded floating-point parameters and of computation. None: the parameters' dtype.
-        reduce_dtype: Dtype in which gradients are accumulated over microbatches and reduced. None: the dtype in which
-            backward computes them.
+        reduce_dtype: Dtype in which gradients are accumulated over microbatches and reduced. None: as the installed
+            torch's FSDP2 does it. From torch 2.15 on, each parameter's ``grad_dtype``, by default its own dtype (fp32
+            for fp32 parameters); before, ``param_dtype``.
         output_dtype: Dtype to which floating-point tensors in the outputs are cast. None: no cast.
         cast_forward_inputs: Cast floating-point tensors in the inputs to ``param_dtype``.
+        param_dtype_override_fn: Called once with each parameter as it is sharded: the dtype in which this one is
+            computed with and all-gathered, or None for ``param_dtype``. Equal on all ranks. Inputs are still cast to
+            ``param_dtype``.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, or ``cast_forward_inputs`` is not a bool.
+        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` is not a bool, or
+            ``param_dtype_override_fn`` is not callable.
         ValueError: If a dtype is not a floating-point dtype.
 
     Example:
@@ -65,10 +70,16 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_dtypes(self, ("param_dtype", "reduce_dtype", "output_dtype"))
         _check_flags(self, ("cast_forward_inputs",))
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                "MixedPrecisionPolicy: param_dtype_override_fn: expected a function or None, found "
+                f"{self.param_dtype_override_fn!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fullshard.engine.ownership import holders_of, holding, nested_units, units_
 from fullshard.engine.runtime import Runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_bool
 from fullshard.frontend.sharded_module import (
     ShardedModule,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FSDPModule",
+    "GradientReductionHandle",
     "ReplicateModule",
     "UnshardHandle",
     "register_fsdp_forward_method",
@@ -128,14 +129,7 @@ class FSDPModule(ShardedModule):
         Raises:
             FullshardError: If this module is not the root.
         """
-        unit = unit_at(self)
-        root = runtime_of(unit).root()
-        if root is not unit:
-            raise FullshardError(
-                f"reset_iter_state: expected the root module, found unit {unit.described}; call it on the root, "
-                + (f"a {type(root.modules[0]()).__name__}" if root is not None else "which has been deleted")
-            )
-        runtime_of(unit).reset()
+        self._runtime_of_root("reset_iter_state").reset()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a sharded state dict, without communication.
@@ -224,6 +218,86 @@ class FSDPModule(ShardedModule):
         """
         check_bool("is_last_backward", is_last_backward)
         runtime_of(unit_at(self)).is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether the caller ends backward, with ``finalize_backward``, instead of the end of each backward.
+
+        For schedules in which the reduction of gradients is an action of its own, and for CUDA graphs. Reductions begin
+        in backward as ever; ``.grad`` is complete after ``finalize_backward``. Takes precedence over
+        ``set_is_last_backward``. Call it on the root.
+
+        Args:
+            enabled: The caller finalizes. Default: False.
+
+        Raises:
+            ValueError: If ``enabled`` is not a bool.
+            FullshardError: If this module is not the root, or a backward has not ended or not been finalized.
+        """
+        check_bool("set_manual_backward_finalization", enabled)
+        runtime = self._runtime_of_root("set_manual_backward_finalization")
+        if enabled is not runtime.finalized_by_caller and runtime.awaits_finalization:
+            raise PhaseError(
+                "set_manual_backward_finalization: a backward has not ended, or was not finalized; call it between steps"
+            )
+        runtime.finalized_by_caller = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last call: reduce what is left to be reduced, and wait for ``.grad``.
+
+        Gradients of microbatches without gradient sync are reduced, too, if it is on again by now. Before the first
+        forward it does nothing. Call it on the root, on all ranks, after ``set_manual_backward_finalization(True)``.
+
+        Args:
+            async_op: Return at once. The handle's ``wait`` then waits; until that, the model cannot run, and optimizers
+                cannot step its parameters.
+
+        Returns:
+            A handle if ``async_op``, otherwise None.
+
+        Raises:
+            ValueError: If ``async_op`` is not a bool.
+            FullshardError: If this module is not the root, manual finalization is off, a forward or backward has not
+                ended, or a handle was not waited for.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            model.set_manual_backward_finalization(True)
+            for inputs in torch.randn(4, 2, 8):
+                model(inputs).square().mean().backward()
+            handle = model.finalize_backward(async_op=True)
+            handle.wait()  # .grad is complete
+            ```
+        """
+        check_bool("async_op", async_op)
+        if unit_at(self).runtime is None:
+            return GradientReductionHandle() if async_op else None
+        runtime = self._runtime_of_root("finalize_backward")
+        if not runtime.finalized_by_caller:
+            raise FullshardError(
+                "finalize_backward: manual finalization is off, and backward waits for the gradients by itself; call "
+                "set_manual_backward_finalization(True) before the backward"
+            )
+        handle = GradientReductionHandle(runtime)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _runtime_of_root(self, api: str) -> Runtime:
+        unit = unit_at(self)
+        runtime = runtime_of(unit)
+        if (root := runtime.root()) is not unit:
+            raise FullshardError(
+                f"{api}: expected the root module, found unit {unit.described}; call it on the root, "
+                + (f"a {type(root.modules[0]()).__name__}" if root is not None else "which has been deleted")
+            )
+        return runtime
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this unit by ``factor`` instead of by the number of ranks.
@@ -435,6 +509,23 @@ class FSDPModule(ShardedModule):
         check_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_at(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether the memory of the unsharded parameters stays allocated while they are resharded.
+
+        Their addresses then stay the same from one unshard to the next, as CUDA graphs need it, for the memory of all
+        unsharded parameters. What it holds while resharded is not to be read.
+
+        Args:
+            keep: Keep the memory. Default: False.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
+        """
+        check_bool("set_keep_unsharded_storage", keep)
+        for unit in units_at(self, recurse):
+            unit.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit is unsharded in backward.
@@ -656,6 +747,26 @@ class UnshardHandle:
         if self._unit is not None:
             runtime_of(self._unit).unshard(self._unit)
             self._unit = None
+
+
+class GradientReductionHandle:
+    """Handle of gradients that are being reduced, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+
+    _runtime: Runtime | None
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+        self._begun = None if runtime is None else runtime.begin_finalization()
+
+    def wait(self) -> None:
+        """Wait until ``.grad`` of all parameters is complete. No-op if called again.
+
+        Raises:
+            FullshardError: If ``reset_iter_state``, or an exception in a collective, has dropped the gradients since.
+        """
+        if self._runtime is not None:
+            runtime, self._runtime = self._runtime, None
+            runtime.end_finalization(self._begun)
 
 
 class ReplicateModule(FSDPModule):

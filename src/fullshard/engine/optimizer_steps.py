@@ -76,6 +76,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         warn_of_unaveraged(optimizer, live_roots)
     PROGRESS.enter("optimizer step", None)
     units = _units_of(optimizer)
+    for runtime in each_runtime(units):
+        runtime.check_finalized("step the optimizer")
     _stepping[optimizer] = [unit.ref for unit in units]
     for unit in units:
         if unit.shown is not None and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:

@@ -57,7 +57,7 @@ from fullshard.engine.reduction.queue import ReductionQueue
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.states import GradientState, InnerBackward, OpenForward, Phase
 from fullshard.engine.unit import Unit
-from fullshard.errors import PhaseError, UnmaterializedParameterError
+from fullshard.errors import FullshardError, PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event, input_on
 from fullshard.profiling import profiled
 from fullshard.progress import PROGRESS, LaunchLog, StepCount
@@ -76,6 +76,8 @@ class Runtime:
     comm_streams: CommStreams
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
+    finalized_by_caller: bool  # no backward is the last one: see set_manual_backward_finalization
+    finalization: object | None  # that was begun, and is to be waited for
     overlap: OptimizerOverlap
     activations: OffloadedForwards
     steps: StepCount
@@ -99,6 +101,7 @@ class Runtime:
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
+        self.finalized_by_caller, self.finalization = False, None
         self._backward, self._reached, self._unshard_after = None, False, None
         self._last_in_backward = self._reducing = None
 
@@ -182,6 +185,7 @@ class Runtime:
         if self.has_failed:
             self.recover()
         if self._open_forwards == 0 and not hooks.in_backward():
+            self.check_finalized("run")
             PROGRESS.begin_forward(self.steps)
             self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
@@ -417,9 +421,13 @@ class Runtime:
         self.prefetcher.passed_by.clear()
         self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
-        if not self.is_last_backward:
+        if not self.is_last_backward or self.finalized_by_caller:
             self._reductions.accumulate_read_by_host()
             return
+        self._end_backwards(creates_graph=creates_graph)
+
+    def _end_backwards(self, *, creates_graph: bool = False) -> None:
+        """After the last backward before an optimizer step: wait for the gradients, and free what is left."""
         self._finish_or_defer_reductions()
         if self._open_forwards or not self._reached:  # gradients taken inside of a forward, or after one
             return
@@ -431,6 +439,50 @@ class Runtime:
             unit.modules_run.clear()
             if unit.is_unsharded and unit.is_idle:  # recomputed after its own backward, or without one
                 self._reshard_after_backward(unit, creates_graph=creates_graph)
+
+    def begin_finalization(self) -> object:
+        """Issue all reductions that backwards have left.
+
+        Returns:
+            What ``end_finalization`` is to be called with, once.
+        """
+        if self.has_failed:
+            self.recover()
+        self.check_finalized("finalize backward")
+        if self.busy:
+            raise PhaseError("finalize_backward: a forward or backward has not ended; call it after backward")
+        for unit in self._last_forward_first():
+            self._finish_backward_of(unit, ran=False)
+        self._reductions.launch(self.comm_streams)
+        self.finalization = object()
+        return self.finalization
+
+    def end_finalization(self, begun: object) -> None:
+        """Wait for the gradients, and end the backwards before.
+
+        Raises:
+            FullshardError: If a failure, or ``reset_iter_state``, has dropped the gradients since.
+        """
+        if self.finalization is not begun:
+            raise FullshardError(
+                "GradientReductionHandle.wait: the gradients were dropped since finalize_backward, by "
+                "reset_iter_state or after an exception; repeat the step"
+            )
+        self.finalization, self._reached = None, True
+        self._end_backwards()
+
+    @property
+    def awaits_finalization(self) -> bool:
+        """True if a backward runs, or what it has left was not waited for."""
+        return self.busy or self.finalization is not None or self._reductions.in_flight
+
+    def check_finalized(self, what: str) -> None:
+        """Raise PhaseError if a gradient reduction is in flight that the caller has to wait for."""
+        if self.finalization is not None:
+            raise PhaseError(
+                f"cannot {what}: the gradient reduction of finalize_backward(async_op=True) is in flight; call wait() "
+                "of its handle first"
+            )
 
     def reshard_and_reduce(self, unit: Unit) -> None:
         """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
@@ -466,6 +518,7 @@ class Runtime:
             if self._backward.runs:
                 return
             self.recover()  # an earlier pass raised, and no forward has come since
+        self.check_finalized("run backward")
         self.finish_deferred_reductions()
         self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
         PROGRESS.steps, self._reached = self.steps, False
@@ -636,7 +689,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
-        self._backward = None
+        self._backward = self.finalization = None
         if not self._open_forwards:
             self._forget_forwards()
             self.prefetcher.order.begin()

@@ -9,17 +9,29 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
+from torch.torch_version import TorchVersion
 
 from fullshard.comm import AllGather, CustomTransport, GradScaling, HookedTransport, ReduceScatter
 from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
 from fullshard.engine.buckets.formats import PER_PARAMETER, ShardingFormat
 from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.grad_reduction import ReductionTerms
 from fullshard.memory import CommStream, Event, Stream, make_comm_stream
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["ActivationOffload", "CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+
+
+# What reduce_dtype=None means: as FSDP2 of the installed torch has it.
+REDUCES_IN_PARAM_DTYPE = TorchVersion(torch.__version__) < "2.15"
+
+
+def _has_precision(dtype: torch.dtype) -> bool:
+    """True if it can be chosen: not of integers, nor of one-byte floats, packed data with scales of their own."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class UnitPolicy(NamedTuple):
@@ -31,13 +43,52 @@ class UnitPolicy(NamedTuple):
     offload_gradients: bool = False
     keep_reduced: bool = False  # sharded gradients stay in the reduce dtype
 
-    def storage(self, dtype: torch.dtype, *, offload: bool) -> Storage:
-        """Dtypes and devices of a bucket of parameters of ``dtype``, whose shards are in CPU memory if ``offload``."""
+    def override(self, parameter: nn.Parameter, fqn: str) -> torch.dtype | None:
+        """Ask the user in which dtype a parameter is computed with; None: ``param_dtype``, or its own.
+
+        Raises:
+            TypeError, ValueError: If the answer is no floating-point dtype, or the parameter is not floating-point.
+        """
+        ask = self.precision.param_dtype_override_fn
+        dtype = None if ask is None else ask(parameter)
+        if dtype is None or dtype is parameter.dtype:
+            return dtype
+        where = f"MixedPrecisionPolicy: param_dtype_override_fn, for {fqn} ({parameter.dtype})"
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{where}: expected a torch.dtype or None, found {dtype!r}")
+        if not dtype.is_floating_point or not _has_precision(parameter.dtype):
+            raise ValueError(f"{where}: expected None, or floating-point dtypes of two bytes and more, found {dtype}")
+        return dtype
+
+    def gradient_dtypes(self, parameters: Sequence[ShardedParameter]) -> list[torch.dtype | None]:
+        """The dtypes in which gradients of a unit's parameters are reduced, as their ``grad_dtype`` says it.
+
+        Those of parameters of one dtype are reduced in the widest of theirs. None: what else the policy says.
+        """
+        if REDUCES_IN_PARAM_DTYPE or self.precision.reduce_dtype:
+            return [None] * len(parameters)
+        widest: dict[torch.dtype, torch.dtype] = {}
+        for sharded in (parameter.sharded for parameter in parameters if parameter.requires_grad):
+            if sharded.grad_dtype is not None:
+                wide = widest.get(sharded.dtype, sharded.grad_dtype)
+                widest[sharded.dtype] = torch.promote_types(wide, sharded.grad_dtype)
+        return [parameter.sharded.grad_dtype and widest.get(parameter.sharded.dtype) for parameter in parameters]
+
+    def storage(
+        self, dtype: torch.dtype, override: torch.dtype | None, gradient: torch.dtype | None, *, offload: bool
+    ) -> Storage:
+        """Dtypes and devices of a bucket.
+
+        Args:
+            dtype: Of its parameters.
+            override: What ``param_dtype_override_fn`` says of them.
+            gradient: What ``gradient_dtypes`` says of them.
+            offload: Their shards are in CPU memory.
+        """
         param = reduce = dtype
-        # Integers have no precision to choose; one-byte floats are packed data with scales of their own.
-        if dtype.is_floating_point and dtype.itemsize > 1:
-            param = self.precision.param_dtype or dtype
-            reduce = self.precision.reduce_dtype or param
+        if _has_precision(dtype):
+            param = override or self.precision.param_dtype or dtype
+            reduce = self.precision.reduce_dtype or gradient or param
         pin = self.offload.pin_memory if isinstance(self.offload, CPUOffloadPolicy) else self.offload_gradients
         return Storage(param, reduce, offload, pin, self.offload_gradients, self.keep_reduced)
 
@@ -142,6 +193,7 @@ class UnitSettings:
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False  # the memory of unsharded parameters stays when they are resharded
     forward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)  # units; empty: in the recorded order
     backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
     overlap_optimizer: bool = False  # of the root: see [Note: Overlap with the optimizer]

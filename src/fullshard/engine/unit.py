@@ -167,10 +167,12 @@ class Unit:
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             groups: dict[BucketKey, list[ShardedParameter]] = {}
-            for parameter in self.parameters:
+            for parameter, dtype in zip(self.parameters, self.policy.gradient_dtypes(self.parameters), strict=True):
                 parameter.drop_unsharded()
+                parameter.reduced_by = dtype
                 groups.setdefault(self.policy.form.group(parameter), []).append(parameter)
             self.buckets = [self._bucket(group) for group in groups.values()]
+        self.keep_storage(self.settings.keep_unsharded_storage)
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
         self.gradients = UnitGradients(self.parameters, self.buckets)
         self.gradients.write_in_place(self.settings.reduction.in_place)
@@ -180,7 +182,10 @@ class Unit:
 
     def _bucket(self, parameters: list[ShardedParameter]) -> Bucket:
         mesh = self.settings.communicating(parameters[0].placement.mesh)
-        storage = self.policy.storage(value_of(parameters[0].sharded).dtype, offload=parameters[0].offloaded)
+        first = parameters[0]
+        storage = self.policy.storage(
+            value_of(first.sharded).dtype, first.param_dtype, first.reduced_by, offload=first.offloaded
+        )
         return self.policy.form.bucket(parameters, mesh, storage, self.policy.precision)
 
     @property
@@ -249,7 +254,9 @@ class Unit:
 
     def refresh(self) -> None:
         """Write replaced parameters back, and find methods of [Note: Extensions] put on local tensors since."""
-        if any(bucket.needs_rebuild() for bucket in self.buckets):
+        reduced_by = [parameter.reduced_by for parameter in self.parameters]
+        changed = reduced_by != self.policy.gradient_dtypes(self.parameters)  # their grad_dtype was set since
+        if changed or any(bucket.needs_rebuild() for bucket in self.buckets):
             self.rebuild()
         if not self.registration.is_registered():
             self.write_back()
@@ -371,6 +378,12 @@ class Unit:
                 bucket.free_subgroup_shard()  # only now: an all-gather that was in flight has sent from it
         if self.parameter_state is not ParameterState.SUMMONED:
             self._move_parameters(ParameterState.SHARDED)
+
+    def keep_storage(self, keep: bool) -> None:
+        """Set whether the memory of unsharded parameters stays when they are resharded, see ``UnitSettings``."""
+        self.settings.keep_unsharded_storage = keep
+        for bucket in self.buckets:
+            bucket.keep_storage(keep)
 
     def free_after_failure(self) -> None:
         """Free the unsharded parameters although an all-gather may never arrive; those that a user holds stay."""

@@ -92,6 +92,8 @@ def make_unit(
             if buffer is not None and not buffer.is_meta and buffer.device != mesh.device:
                 managed._buffers[name] = buffer.to(mesh.device)
     claimed = claim_parameters(subtree, ignored, place, policy.form, take_parameters, owned_by_ancestor)
+    for parameter in claimed:
+        parameter.param_dtype = policy.override(parameter.sharded, parameter.fqn)
     unit = Unit(subtree.roots, mesh, claimed, policy, settings)
     for module in subtree.roots:
         set_unit(module, unit)

@@ -120,7 +120,9 @@ class WrapperOptions:
     def _policy(self) -> UnitPolicy:
         precision = self.precision or MixedPrecision()
         return UnitPolicy(
-            MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+            MixedPrecisionPolicy(
+                precision.param_dtype, precision.reduce_dtype or precision.param_dtype, cast_forward_inputs=False
+            ),
             CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy(),
             FlatShardingFormat(None),
             self.offload.offload_grads,

@@ -30,19 +30,22 @@ from fullshard.progress import PROGRESS, UnitName
 __all__ = ["POST_ALL_GATHER", "PRE_ALL_GATHER", "Bucket", "BufferBucket", "UnshardedCopies", "has_all_gather_hooks"]
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_all_gather_hooks(value: torch.Tensor, fqn: str) -> bool:
     """True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
 
     Raises:
-        TypeError: If it has only one of the two methods of [Note: Extensions], or the first takes a wrong number of
+        TypeError: If it has only some of the methods of [Note: Extensions], or the first takes a wrong number of
             arguments.
     """
     pre, post = hasattr(value, PRE_ALL_GATHER), hasattr(value, POST_ALL_GATHER)
     if pre != post:
         found, missing = (PRE_ALL_GATHER, POST_ALL_GATHER) if pre else (POST_ALL_GATHER, PRE_ALL_GATHER)
         raise TypeError(f"{fqn}: {type(value).__name__} defines {found} but not {missing}; define both or neither")
+    if not pre and hasattr(value, RELEASES_OUTPUTS):
+        raise TypeError(f"{fqn}: {type(value).__name__} defines {RELEASES_OUTPUTS} but not {PRE_ALL_GATHER}")
     if pre and (count := len(inspect.signature(getattr(value, PRE_ALL_GATHER)).parameters)) not in (1, 5):
         raise TypeError(
             f"{fqn}: {type(value).__name__}.{PRE_ALL_GATHER} takes {count} arguments; expected (mesh) or "
@@ -80,12 +83,14 @@ class Bucket:
     _in_flight: list[BucketAllGather]
     _plans: dict[tuple[int, ...], ReductionPlan]  # by the indices of the trainable parameters
     _name: UnitName | None  # of its unit, as launches have it
+    _keeps_storage: bool  # the memory of unsharded parameters stays when they are resharded
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
         self.partial_reduce_output, self.handle = PartialReduceOutput(), None
         self.is_unsharded, self._has_unreduced_grads = False, set()
         self._pending_work, self._in_flight, self._plans, self._name = None, [], {}, None
+        self._keeps_storage = False
 
     # ---------------------------------------------------------------- what kinds of buckets differ in
 
@@ -280,7 +285,13 @@ class Bucket:
             return
         self.wait_for_unshard()
         self.is_unsharded = False
-        self._free()
+        self.keep_storage(self._keeps_storage)
+
+    def keep_storage(self, keep: bool) -> None:
+        """Set whether the memory of unsharded parameters stays when they are resharded; what is left is freed."""
+        self._keeps_storage = keep
+        if not keep and not self.is_unsharded:
+            self._free()
 
     def abandon_unshard(self) -> None:
         """Free the unsharded parameters after a failure, when what was in flight may never arrive."""
@@ -290,7 +301,7 @@ class Bucket:
         for all_gather in self._in_flight:  # also those that were not issued
             all_gather.abandon()
         self._pending_work, self._in_flight, self.is_unsharded = None, [], False
-        self._free()
+        self.keep_storage(self._keeps_storage)
         self.free_subgroup_shard()
 
     # ---------------------------------------------------------------- reduce

@@ -7,6 +7,10 @@ later in place. Each inner tensor is an operand of its own, into a buffer of its
 is ever quantized. The methods are looked up on the local tensor of the sharded parameter at every all-gather: users put
 attributes on it.
 
+A subclass whose unsharded parameter does not read what arrived any more says so by a third method,
+``fsdp_should_release_all_gather_outputs_after_post_all_gather``: those buffers then have memory during the all-gather
+only.
+
 Every rank must send the same sizes. A rank that holds fewer rows than others may return that much less: it is padded.
 Sizes are compared on all ranks together at the first all-gather, so that all of them raise if they do not fit.
 """
@@ -24,7 +28,7 @@ from fullshard.comm import CommRequest, Operand, Transport
 from fullshard.comm.base import Kind
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
-from fullshard.engine.buckets.base import PRE_ALL_GATHER, Bucket, UnshardedCopies
+from fullshard.engine.buckets.base import POST_ALL_GATHER, PRE_ALL_GATHER, RELEASES_OUTPUTS, Bucket, UnshardedCopies
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.errors import FullshardError
@@ -170,6 +174,7 @@ class ExtensionAllGather(BucketAllGather):
     _inner: list[tuple[torch.Tensor, int]]  # memory, with its size, that it needs beside the buffers
     _pool: Stream | None  # whose that memory is
     _made: bool  # the unsharded parameter exists
+    _releases: bool  # the buffers are freed as soon as it is made
 
     def __init__(
         self, parameter: ShardedParameter, slot: Slot, mesh: ShardMesh, storage: Storage, policy: MixedPrecisionPolicy
@@ -179,6 +184,10 @@ class ExtensionAllGather(BucketAllGather):
         self._arguments = len(inspect.signature(getattr(parameter.local, PRE_ALL_GATHER)).parameters)
         self.buffers, self._sizes, self._inputs, self._inner = [], [], [], []
         self._own_sizes, self._metadata, self._pool, self._made = None, None, None, False
+        releases = getattr(parameter.local, RELEASES_OUTPUTS, bool)()
+        if not isinstance(releases, bool):
+            raise TypeError(f"{parameter.describe()}: {RELEASES_OUTPUTS}: expected a bool, found {releases!r}")
+        self._releases = releases
 
     def allocate(self) -> None:
         """Ask the local tensor what to send, and give memory to what arrives."""
@@ -234,6 +243,9 @@ class ExtensionAllGather(BucketAllGather):
                 post(out=parameter.unsharded)
             else:
                 self._make_unsharded(*post())
+        if self._releases:
+            for buffer in self.buffers:
+                buffer.free()
         self.abandon()
 
     def abandon(self) -> None:
@@ -252,6 +264,12 @@ class ExtensionAllGather(BucketAllGather):
         if tuple(tensor.shape) != shape:
             tensor = torch.as_strided(tensor, shape, stride, storage_offset=0)  # without the rows of padding
         gathered = {buffer.tensor(0, (0,), (1,)).untyped_storage()._cdata for buffer in self.buffers}
+        if self._releases and any(t.untyped_storage()._cdata in gathered for t in (*inner, *_inner_tensors(tensor))):
+            raise FullshardError(
+                f"{self.parameter.describe()}: {POST_ALL_GATHER} of {type(self.parameter.local).__name__} returned a "
+                f"tensor on the memory of what was all-gathered, although {RELEASES_OUTPUTS} is True; copy it, or "
+                "return False"
+            )
         own = {t.untyped_storage()._cdata: t for t in inner if t.untyped_storage()._cdata not in gathered}
         self._inner = [(t, t.untyped_storage().nbytes()) for t in own.values()]
         for t in own.values():
@@ -302,6 +320,12 @@ class ExtensionAllGather(BucketAllGather):
                     "proportion to the rows"
                 )
         self._sizes = list(first)  # rank 0 never holds fewer rows than another
+
+
+def _inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that a subclass consists of; a plain tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
 def _kind(value: object) -> str:

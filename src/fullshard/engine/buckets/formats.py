@@ -36,6 +36,8 @@ class BucketKey(NamedTuple):
     dtype: torch.dtype
     on_meta: bool
     at_rest: torch.device
+    param_dtype: torch.dtype | None  # as of ShardedParameter
+    reduced_by: torch.dtype | None
     group: object
 
 
@@ -77,7 +79,8 @@ class ShardingFormat:
         value = value_of(parameter.sharded)
         apart = self._kept_apart(parameter, value)
         mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
-        return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, apart)
+        asked = parameter.param_dtype, parameter.reduced_by
+        return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, *asked, apart)
 
     def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         return has_all_gather_hooks(value, parameter.fqn)

@@ -121,6 +121,8 @@ class ShardedParameter:
     shape: ParameterShape  # of the unsharded parameter, without its own tensor parallelism
     unit: weakref.ref[Any]  # that owns the parameter; opaque here
     offloaded: bool  # its shard is in CPU memory, wherever it is computed with
+    param_dtype: torch.dtype | None  # in which the user has it computed with; None: as the policy of the unit says
+    reduced_by: torch.dtype | None  # its ``grad_dtype``, if that says in which dtype gradients are reduced
     away: torch.device | None = None  # where the user has moved the shard: it cannot be computed with from there
     on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
     attributes: dict[str, Any]  # that users have set on the parameter object
@@ -138,6 +140,7 @@ class ShardedParameter:
         self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
         self.pending_owners, self.on_gradient, self.offloaded = (), None, False
+        self.param_dtype = self.reduced_by = None
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
         mark(self.sharded, self)
@@ -432,7 +435,7 @@ class ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
         copied = type(self)(memo[id(self.sharded)], owners, self.fqns, self.placement, self.shape)
-        copied.away = self.away
+        copied.away, copied.param_dtype = self.away, self.param_dtype
         return copied
 
     def describe(self) -> str:

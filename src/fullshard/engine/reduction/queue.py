@@ -32,6 +32,11 @@ class ReductionQueue:
         self.max_in_flight = 1
         self._added, self._reduce_scatters, self._last, self._read_by_host = [], deque(), [], []
 
+    @property
+    def in_flight(self) -> bool:
+        """True if reductions were added that are not through."""
+        return bool(self._added or self._reduce_scatters or self._last or self._read_by_host)
+
     def add(self, unit: str, reductions: list[GradReduction]) -> int:
         """Have these go with the next launch. Returns how many will."""
         self._added += [(unit, reduction) for reduction in reductions]
