@@ -467,15 +467,21 @@ def train_with_other_parameters(rank: Rank, front_end: str, how: str) -> str:
         net.blocks[1].linear.bias.requires_grad_(False)
     elif rank.rank == ODD:
         net.blocks[1].linear.to(torch.bfloat16)
+    options: dict[str, Any] = {}
+    if how == "override":
+        dtype = torch.float32 if rank.rank == ODD else torch.bfloat16
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: dtype)
     shard = fully_shard if front_end == "composable" else FullyShardedDataParallel
     try:
-        step_of(shard(net))
+        step_of(shard(net, **options))
     except FullshardError as error:
         return str(error)
     return "trained"
 
 
-@pytest.mark.parametrize(("front_end", "how"), [("composable", "frozen"), ("wrapper", "dtype")])
+@pytest.mark.parametrize(
+    ("front_end", "how"), [("composable", "frozen"), ("composable", "override"), ("wrapper", "dtype")]
+)
 def test_parameters_that_differ(ranks: RankPool, front_end: str, how: str) -> None:
     """They are compared before the first launch: no rank communicates, and all say which parameter it is."""
     told = ranks(4, train_with_other_parameters, front_end, how, fresh=True)

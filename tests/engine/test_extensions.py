@@ -32,6 +32,7 @@ from compare import assert_close, assert_equal
 from front_ends import AFTER_ADAM, CLOSE
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
+from fullshard.engine.ownership import unit_of
 from models import Mlp, assert_at_rest, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
@@ -397,3 +398,60 @@ def test_example_of_the_docs(rank: Rank) -> None:
     run: dict[str, Any] = {"__name__": "snippet"}
     exec(snippet, run)
     assert run["loss"].item() < 1.0
+
+
+class Released(ScaledWeight):
+    """What it makes of what arrives does not read that any more."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return True
+
+
+class ReleasedInUse(RoundedWeight):
+    """Says so, but returns what has arrived itself, if it is in the dtype of computation."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return True
+
+
+@on_ranks(2)
+def test_outputs_that_are_released(rank: Rank) -> None:
+    """They have memory during the all-gather only; training is the same, and so are the bytes."""
+    trained = []
+    for kind in (ScaledWeight, Released):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 6, bias=False))
+        for layer in model:
+            layer.weight = nn.Parameter(kind(layer.weight.detach()))
+        fully_shard(model, mesh=rank.mesh)
+        held: list[int] = []
+        (bucket,) = unit_of(model).buckets
+        model[1].register_forward_pre_hook(lambda *_, bucket=bucket, held=held: held.append(bucket.allocated_bytes))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record() as seen:
+            for step in range(3):
+                model(batch(rank.rank, step, 4, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(([p._local_tensor.inner for p in model.parameters()], [c.nbytes for c in seen]))
+        assert held == [0 if kind is Released else 8 * 6 + 6 * 7] * 3
+        assert_at_rest(model)
+    assert_equal(trained[0][0], trained[1][0], "weights")
+    assert trained[0][1] == trained[1][1]
+
+
+@on_ranks(2)
+def test_outputs_that_are_released_in_use(rank: Rank) -> None:
+    """They would be read after they were freed, which is an error; and so is any answer but a bool."""
+    model = nn.Linear(6, 6, bias=False)
+    model.weight = nn.Parameter(ReleasedInUse(model.weight.detach()))
+    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with pytest.raises(FullshardError, match="on the memory of what was all-gathered"):
+        model(batch(rank.rank, 0, 4, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+        patch.setattr(ReleasedInUse, name, lambda _: 1)
+        other = nn.Linear(6, 6, bias=False)
+        other.weight = nn.Parameter(ReleasedInUse(other.weight.detach()))
+        with pytest.raises(TypeError, match="expected a bool, found 1"):
+            fully_shard(other, mesh=rank.mesh)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,8 @@ from front_ends import (
     sharded_with_reference,
 )
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fullshard.comm import record
+from fullshard.engine import settings
 from models import Stack, batch
 from pairwise import each_value
 from ranks import Rank, on_ranks
@@ -165,3 +168,87 @@ def test_grad_dtype_through_a_change_of_dtype(rank: Rank, front_end: FrontEnd) -
         model(torch.ones(1, 4, device=rank.device, dtype=dtype)).sum().backward()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
         model.zero_grad()
+
+
+@on_ranks(2)
+@each_value(compute=[None, F32, BF16, F16], reduce=[None, F32, BF16, F16], stored=[F32, BF16])
+def test_dtype_of_reductions(rank: Rank, compute: Any, reduce: Any, stored: torch.dtype) -> None:
+    """It is that of FSDP2 of the installed torch, also where the policy does not say it."""
+    seen: list[tuple[torch.dtype, torch.dtype | None]] = []
+    for shard, policy in ((fully_shard, MixedPrecisionPolicy), (theirs.fully_shard, theirs.MixedPrecisionPolicy)):
+        model = shard(nn.Linear(6, 6, dtype=stored), mesh=rank.mesh, mp_policy=policy(compute, reduce))
+        reduced: list[torch.dtype] = []
+        model.set_all_reduce_hook(lambda gradients, reduced=reduced: reduced.append(gradients.dtype))
+        model(batch(rank.rank, 0, 4, 6).to(stored)).sum().backward()
+        seen.append((*reduced, model.weight.grad.dtype))
+    assert seen[0] == seen[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_param_dtype", [True, False])
+def test_both_meanings_of_no_reduce_dtype(rank: Rank, in_param_dtype: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.15 the dtype of computation; from then on the parameter's ``grad_dtype``, the widest of a unit."""
+    monkeypatch.setattr(settings, "REDUCES_IN_PARAM_DTYPE", in_param_dtype)
+    model = nn.Linear(6, 6)
+    model.weight.grad_dtype = BF16
+    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(BF16))
+    reduced: list[torch.dtype] = []
+    model.set_all_reduce_hook(lambda gradients: reduced.append(gradients.dtype))
+    model(batch(rank.rank, 0, 4, 6)).sum().backward()
+    assert set(reduced) == {BF16 if in_param_dtype else F32}
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (BF16, F32)
+
+
+class Router(nn.Module):
+    """Computes with a weight in fp32, and with another one in the dtype of computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes = [self.gate.weight.dtype, self.expert.weight.dtype, self.scale.dtype]
+        return self.gate(x.to(self.gate.weight.dtype)) * self.scale + self.expert(x)
+
+
+@on_ranks(2)
+@each_value(layout=["per_parameter", "ragged"], chosen=[F32, F64, F16])
+def test_a_dtype_for_each_parameter(rank: Rank, layout: str, chosen: torch.dtype) -> None:
+    """Any dtype, several in one unit: all-gathered and computed in it; bytes are exact; asked once for each."""
+    torch.manual_seed(0)
+    model, asked = Router(), []
+
+    def override(parameter: nn.Parameter) -> torch.dtype | None:
+        asked.append(parameter)
+        return chosen if parameter is gate else None
+
+    gate, parameters = model.gate.weight, list(model.parameters())
+    policy = MixedPrecisionPolicy(BF16, F32, param_dtype_override_fn=override)
+    fully_shard(model, mesh=rank.mesh, mp_policy=policy, layout=layout)
+    assert sorted(map(id, asked)) == sorted(map(id, parameters))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        with record() as seen:
+            each(batch(rank.rank, 0, 4, 16)).sum().backward()
+        assert each.dtypes == [chosen, BF16, BF16]
+        assert each.gate.weight.grad.dtype is F32
+        sent = {c.dtype: c.nbytes for c in seen if c.kind == "all_gather"}
+        if layout == "per_parameter":  # this rank receives half of the elements
+            assert sent.keys() == {chosen, BF16} and sent[chosen] == 128 * chosen.itemsize
+            assert 0 <= sent[BF16] - 144 * 2 < 64  # of padding
+    assert len(asked) == len(parameters)
+
+
+@on_ranks(1)
+def test_answers_that_are_no_dtypes(rank: Rank) -> None:
+    """An error says for which parameter, and the module stays as it was."""
+    for answer, error in (("bf16", TypeError), (torch.int8, ValueError)):
+        model = nn.Linear(2, 2)
+        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda _, answer=answer: answer)
+        with pytest.raises(error, match=r"param_dtype_override_fn, for weight"):
+            fully_shard(model, mesh=rank.mesh, mp_policy=policy)
+        assert type(model) is nn.Linear
+        fully_shard(model, mesh=rank.mesh)
+    with pytest.raises(TypeError, match="expected a function"):
+        MixedPrecisionPolicy(param_dtype_override_fn=BF16)

@@ -237,7 +237,8 @@ class FSDPModule(ShardedModule):
         runtime = self._runtime_of_root("set_manual_backward_finalization")
         if enabled is not runtime.finalized_by_caller and runtime.awaits_finalization:
             raise PhaseError(
-                "set_manual_backward_finalization: a backward has not ended, or was not finalized; call it between steps"
+                "set_manual_backward_finalization: a backward has not ended, or was not finalized; call it between "
+                "steps"
             )
         runtime.finalized_by_caller = enabled
 

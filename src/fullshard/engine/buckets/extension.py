@@ -264,7 +264,7 @@ class ExtensionAllGather(BucketAllGather):
         if tuple(tensor.shape) != shape:
             tensor = torch.as_strided(tensor, shape, stride, storage_offset=0)  # without the rows of padding
         gathered = {buffer.tensor(0, (0,), (1,)).untyped_storage()._cdata for buffer in self.buffers}
-        if self._releases and any(t.untyped_storage()._cdata in gathered for t in (*inner, *_inner_tensors(tensor))):
+        if self._releases and any(t.untyped_storage()._cdata in gathered for t in _inner_tensors(tensor)):
             raise FullshardError(
                 f"{self.parameter.describe()}: {POST_ALL_GATHER} of {type(self.parameter.local).__name__} returned a "
                 f"tensor on the memory of what was all-gathered, although {RELEASES_OUTPUTS} is True; copy it, or "
