@@ -23,6 +23,8 @@ EXCHANGE = """
 import sys, time, torch, torch.distributed as dist
 from fullshard.comm import CommRequest, GlooTransport, Operand
 from fullshard.memory import wait_for_all
+from patience import patient
+from patience import patient
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 transport, seconds = GlooTransport(dist.group.WORLD), ([], [])
@@ -57,7 +59,7 @@ def on_hosts(hosts: int, megabits: int, program: str, folder: Path) -> list[str]
             for host in range(hosts)
         ]
         try:
-            told = [rank.communicate(timeout=120)[0] for rank in ranks]
+            told = [rank.communicate(timeout=patient(120))[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

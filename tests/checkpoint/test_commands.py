@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from checkpoint.contents import write
 from fullshard.checkpoint.tools.commands import parse_size
 from fullshard.cli import app
+from patience import patient
 
 
 def save(path: Path, *, more: int = 0, **changes: Any) -> str:
@@ -180,6 +181,6 @@ for command in ("inspect", "export"):
         assert end.code == 0
 print("heavy:", {"torch", "numpy"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
     assert "--verify" in done.stdout and "--max-shard-size" in done.stdout
     assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr

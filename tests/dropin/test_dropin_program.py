@@ -21,6 +21,7 @@ import atexit, multiprocessing, os, pickle, sys, threading, time
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from patience import patient
 
 class Mine:
     pass
@@ -52,6 +53,7 @@ if __name__ == "__main__":
 FIRST_IMPORTS = """
 import importlib, importlib.util, os, sys
 import torch
+from patience import patient
 
 def engine(value):
     return value.__module__.partition(".")[0]
@@ -96,7 +98,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
 

@@ -16,6 +16,7 @@ from accelerator_tools import expect_races, on_emulated, settled
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from patience import patient
 from ranks import Rank, RankPool
 from ranks.device import unavailable
 
@@ -374,7 +375,7 @@ def test_exit_with_pending_does_not_hang(tmp_path: Path) -> None:
     programs = [subprocess.Popen([*command, str(rank), str(store)], **options) for rank in range(2)]
     try:
         for program in programs:
-            output, _ = program.communicate(timeout=25)  # gloo would wait for 30 minutes
+            output, _ = program.communicate(timeout=patient(25))  # gloo would wait for 30 minutes
             assert (program.returncode, "left" in output) == (0, True), output
     finally:
         for program in programs:

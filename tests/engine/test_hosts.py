@@ -24,6 +24,7 @@ from fullshard.comm.base import CommRequest, GradScaling, Operand
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.hosts import RelayThread, Routes
 from fullshard.memory import HostWork, wait_for_all
+from patience import patient
 from ranks import Rank, on_ranks
 
 # Ranks of each host; the second rank of a host is not the next one in the third.
@@ -201,7 +202,7 @@ def test_exit_with_a_message_on_its_way(tmp_path: Path) -> None:
     """The process ends when it has come, and is not aborted inside of the wait for it."""
     command = [sys.executable, "-c", EXIT]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(patient(60)) for rank in ranks] == [0, 0]
 
 
 @on_ranks(4)

@@ -12,6 +12,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from patience import patient
 from ranks.nursery import Nursery
 from ranks.outcome import Outcome, RanksFailed
 from ranks.worker import DUMP_STACKS, Job, log_path, stacks_path
@@ -52,7 +53,8 @@ class World:
         """Run a job on every rank and return what became of it, by rank.
 
         Ranks that have not finished after ``timeout`` seconds, or ``grace`` seconds after the first failure,
-        count as hung. After any failure the world is of no further use: ``kill`` it.
+        count as hung; later on a machine that has other work. After any failure the world is of no further use:
+        ``kill`` it.
         """
         self._output_seen = [log_path(self._directory, rank).stat().st_size for rank in range(self.size)]
         message = pickle.dumps(job)
@@ -75,12 +77,19 @@ class World:
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
         limit = f"still running after the timeout of {timeout:g} s"
-        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+        allowed, extended = timeout, False
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if extended:
+                    break
+                extended, deadline = True, deadline + patient(allowed) - allowed
+                continue
             for connection in ready:
                 rank = pending.pop(connection)
                 outcome = outcomes[rank] = self._receive(rank)
                 if outcome.failed and grace is not None and time.monotonic() + grace < deadline:
-                    deadline = time.monotonic() + grace
+                    deadline, allowed, extended = time.monotonic() + grace, grace, False
                     limit = f"still running {grace:g} s after rank {rank} {outcome.headline}"
         outcomes |= self._hung(list(pending.values()), limit)
         return [self._with_output(outcomes[rank]) for rank in range(self.size)]

@@ -32,6 +32,7 @@ from train_processes import (
 
 from fullshard.train import launcher
 from fullshard.train.log import Record, read_metrics
+from patience import patient
 from ranks import RankPool
 
 finds_processes = pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
@@ -104,7 +105,7 @@ def test_killed_torchrun_leaves_a_run_that_ends_as_an_undisturbed_one(
     process = start(*words, output=log, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     wait_for(lambda: last_step(folder / "metrics.jsonl") > 3 or process.poll() is not None)
     process.kill()
-    process.wait(LIMIT)
+    process.wait(patient(LIMIT))
     killed = time.monotonic()
     wait_for(lambda: not workers_of(out))
     assert time.monotonic() - killed < 15
@@ -129,7 +130,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_results(text: Path, out: Path, ran
     wait_for(lambda: last_step(folder / "metrics.jsonl") > 3 or process.poll() is not None)
     assert len(workers_of(out)) == 3
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=LIMIT)
+    output, errors = process.communicate(timeout=patient(LIMIT))
     assert process.returncode == 130 and "Traceback" not in output + errors, output + errors
     assert not workers_of(out)
     files = ["checkpoints", "config.toml", "loss.png", "metrics.jsonl", "model.safetensors", "summary.json"]
@@ -148,7 +149,7 @@ def test_ctrl_c_while_workers_start_is_no_traceback(text: Path, out: Path) -> No
     process = start(*command(text, *SHORT, "--ranks", 2, "--out", out, "--name", "run"))
     wait_for(lambda: len(workers_of(out)) > 1 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=LIMIT)
+    output, errors = process.communicate(timeout=patient(LIMIT))
     assert process.returncode == 130 and "Traceback" not in output + errors, output + errors
     wait_for(lambda: not workers_of(out))
 
@@ -186,7 +187,7 @@ def test_worker_ends_with_its_launcher(hangs: bool) -> None:
     process = start(sys.executable, "-c", code, worker)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.kill()
-    process.communicate(timeout=LIMIT / 2)  # until the worker has closed the pipe, too
+    process.communicate(timeout=patient(LIMIT / 2))  # until the worker has closed the pipe, too
 
 
 def test_the_rank_that_a_signal_ended_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +213,7 @@ def test_closed_pipe_stops_the_run(text: Path, out: Path) -> None:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert (process.wait(LIMIT), process.stderr.read()) == (141, "")
+    assert (process.wait(patient(LIMIT)), process.stderr.read()) == (141, "")
     process.stderr.close()
     reached = last_step(out / "run" / "metrics.jsonl")
     assert reached < 400 and is_complete(out / "run" / "checkpoints", reached)

@@ -12,6 +12,7 @@ from train_processes import LIMIT, SIZE, last_step, run_on, start, wait_for, wri
 
 from fullshard.planning.cluster import cluster_of
 from fullshard.train.log import read_metrics
+from patience import patient
 from ranks import RankPool
 
 REASON = why_not()
@@ -43,7 +44,7 @@ def test_a_host_that_dies_and_comes_back(ranks: RankPool, tmp_path: Path) -> Non
             agents[1].wait()
             network.set_link(1, up=True)
             agents[1] = start_on(1)
-            told = [agent.wait(LIMIT) for agent in agents]
+            told = [agent.wait(patient(LIMIT)) for agent in agents]
         finally:
             for host in range(2):
                 network.kill(host)
@@ -79,7 +80,7 @@ def test_links_between_nodes_are_measured(tmp_path: Path) -> None:
         nodes = [
             start(*network.inside(host), *words, output=logs[host], GLOO_SOCKET_IFNAME=INTERFACE) for host in range(2)
         ]
-        assert [node.wait(LIMIT) for node in nodes] == [0, 0], [log.read_text() for log in logs]
+        assert [node.wait(patient(LIMIT)) for node in nodes] == [0, 0], [log.read_text() for log in logs]
     found = cluster_of(path)
     assert (found.node, found.calibrated, list(found.outer)) == (2, 4, [2])
     assert found.outer[2].bandwidth < 1.1 * 200e6 / 8 and found.inner.bandwidth > 2 * found.outer[2].bandwidth

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.train.log import read_metrics
+from patience import patient
 from ranks import Rank, RankPool
 
 MODEL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--ngrams", "3", "--ngram-rows", "64"]
 SIZE = [*MODEL, "--batch", "2", "--device", "cpu"]
 SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
-LIMIT = 120  # seconds after which a hung run is given up
+LIMIT = 120  # seconds after which a hung run is given up on an idle machine
 
 
 def write_text(folder: Path) -> Path:
@@ -69,7 +70,7 @@ def run_on(ranks: RankPool, size: int, *arguments: object, poison: Callable[[int
 def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; keywords are further variables of its environment."""
     words = [str(word) for word in line]
-    return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment(**more))
+    return subprocess.run(words, capture_output=True, text=True, timeout=patient(LIMIT), env=environment(**more))
 
 
 def _work(rank: Rank, words: list[str], port: int, poison: Callable[[int], None] | None) -> Ended:
@@ -115,7 +116,7 @@ def start(*line: object, output: Path | None = None, **more: str) -> subprocess.
 
 def wait_for(condition: Callable[[], object]) -> None:
     """Wait until a condition holds; fail if it takes too long."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + patient(LIMIT)
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
