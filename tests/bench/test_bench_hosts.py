@@ -15,6 +15,7 @@ from bench.models import GPTShape
 from small_runs import run_small
 
 from network_proof import PLACES, Trouble, run
+from patience import patient
 
 REASON = why_not()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=f"no hosts on this machine: {REASON}")
@@ -23,8 +24,6 @@ EXCHANGE = """
 import sys, time, torch, torch.distributed as dist
 from fullshard.comm import CommRequest, GlooTransport, Operand
 from fullshard.memory import wait_for_all
-from patience import patient
-from patience import patient
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 transport, seconds = GlooTransport(dist.group.WORLD), ([], [])

@@ -15,13 +15,13 @@ import pytest
 from fullshard.dropin import installed
 from fullshard.dropin.__main__ import main
 from fullshard.dropin.inheritance import FOLDER, patch_pythonpath, restore_pythonpath
+from patience import patient
 
 PROGRAM = """
 import atexit, multiprocessing, os, pickle, sys, threading, time
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from patience import patient
 
 class Mine:
     pass
@@ -53,7 +53,6 @@ if __name__ == "__main__":
 FIRST_IMPORTS = """
 import importlib, importlib.util, os, sys
 import torch
-from patience import patient
 
 def engine(value):
     return value.__module__.partition(".")[0]
