@@ -38,6 +38,7 @@ TOOLS = ("pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "setuptools>=7
 # What may differ between versions: collectives and their names, DTensor, hooks, autograd and torch.compile, pytrees,
 # optimizers, state dicts, and the private names that the drop-in replaces.
 CORE = (
+    "tests/test_torch_names.py",
     "tests/test_public_names.py",
     "tests/checkpoint/test_save_load.py",
     "tests/dropin/test_dropin_pipelining.py",
