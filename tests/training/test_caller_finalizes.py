@@ -90,6 +90,21 @@ def test_what_has_to_wait(rank: Rank) -> None:
             getattr(model.blocks[0], api)(*([True] if api.startswith("set") else []))
 
 
+@on_ranks(1)
+def test_below_the_root(rank: Rank) -> None:
+    """Asked for before the first forward, also on the meta device, it is an error as that comes."""
+    with torch.device("meta"):
+        model = Stack(2)
+    for module in (model.blocks[0], model):
+        fully_shard(module, mesh=rank.mesh)
+    model.blocks[0].set_manual_backward_finalization(True)
+    model.to_empty(device=rank.device)
+    with pytest.raises(FullshardError, match=r"found one of unit 'blocks\.0' below a"):
+        square_loss(0)(model, rank.rank)
+    model.blocks[0].set_manual_backward_finalization(False)
+    square_loss(0)(model, rank.rank)
+
+
 def memory(model: Any) -> list[int]:
     """The addresses of unsharded parameters."""
     return [p.unsharded.untyped_storage().data_ptr() for unit in units_of(model) for p in unit.parameters]

@@ -234,13 +234,17 @@ class FSDPModule(ShardedModule):
             FullshardError: If this module is not the root, or a backward has not ended or not been finalized.
         """
         check_bool("set_manual_backward_finalization", enabled)
+        settings = unit_at(self).settings
+        if unit_at(self).runtime is None:  # the next forward says which module is the root
+            settings.finalized_by_caller = enabled
+            return
         runtime = self._runtime_of_root("set_manual_backward_finalization")
-        if enabled is not runtime.finalized_by_caller and runtime.awaits_finalization:
+        if enabled is not settings.finalized_by_caller and runtime.awaits_finalization:
             raise PhaseError(
                 "set_manual_backward_finalization: a backward has not ended, or was not finalized; call it between "
                 "steps"
             )
-        runtime.finalized_by_caller = enabled
+        settings.finalized_by_caller = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since the last call: reduce what is left to be reduced, and wait for ``.grad``.
@@ -279,7 +283,7 @@ class FSDPModule(ShardedModule):
         if unit_at(self).runtime is None:
             return GradientReductionHandle() if async_op else None
         runtime = self._runtime_of_root("finalize_backward")
-        if not runtime.finalized_by_caller:
+        if not unit_at(self).settings.finalized_by_caller:
             raise FullshardError(
                 "finalize_backward: manual finalization is off, and backward waits for the gradients by itself; call "
                 "set_manual_backward_finalization(True) before the backward"

@@ -76,7 +76,6 @@ class Runtime:
     comm_streams: CommStreams
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
-    finalized_by_caller: bool  # no backward is the last one: see set_manual_backward_finalization
     finalization: object | None  # that was begun, and is to be waited for
     overlap: OptimizerOverlap
     activations: OffloadedForwards
@@ -101,7 +100,7 @@ class Runtime:
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
-        self.finalized_by_caller, self.finalization = False, None
+        self.finalization = None
         self._backward, self._reached, self._unshard_after = None, False, None
         self._last_in_backward = self._reducing = None
 
@@ -421,7 +420,8 @@ class Runtime:
         self.prefetcher.passed_by.clear()
         self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
-        if not self.is_last_backward or self.finalized_by_caller:
+        root = self.root()
+        if not self.is_last_backward or (root is not None and root.settings.finalized_by_caller):
             self._reductions.accumulate_read_by_host()
             return
         self._end_backwards(creates_graph=creates_graph)
@@ -731,7 +731,8 @@ class Runtime:
         """Make ``root`` the root of all units below its modules.
 
         Raises:
-            UnmaterializedParameterError: If parameters are still on the meta device.
+            FullshardError: If manual finalization of backward was asked for below the root.
+        UnmaterializedParameterError: If parameters are still on the meta device.
             TiedParameterError: If units share a parameter without a common unit above them.
             PhaseError: If a unit below is in the middle of a step of its own.
         """
@@ -746,6 +747,11 @@ class Runtime:
                 unit.runtime.dissolve(f"{type(modules[0]).__name__} became the root")
         rename(modules, units)
         for unit in units:
+            if unit is not root and unit.settings.finalized_by_caller:
+                raise FullshardError(
+                    "set_manual_backward_finalization: expected the root module, found one of unit "
+                    f"{unit.described} below a {type(modules[0]).__name__}; call it on that"
+                )
             if not unit.is_unsharded:
                 unit.refresh()
         check_owned(units)
