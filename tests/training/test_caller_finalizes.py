@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from front_ends import (
     COMPOSABLE,
@@ -19,6 +20,7 @@ from front_ends import (
 from fullshard import FullshardError, GradientReductionHandle, PhaseError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import units_of
+from fullshard.optim import overlap
 from models import Stack, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
@@ -62,6 +64,8 @@ def test_what_has_to_wait(rank: Rank) -> None:
     loss_of = square_loss(0)
     model.set_manual_backward_finalization(True)
     loss_of(model, rank.rank).backward()
+    with pytest.raises(PhaseError, match=r"call finalize_backward\(\) first"):
+        optimizer.step()
     with pytest.raises(PhaseError, match="was not finalized"):
         model.set_manual_backward_finalization(False)
     handle = model.finalize_backward(async_op=True)
@@ -77,8 +81,9 @@ def test_what_has_to_wait(rank: Rank) -> None:
     loss_of(model, rank.rank).backward()
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    with pytest.raises(FullshardError, match="dropped"):
-        handle.wait()
+    for _ in range(2):
+        with pytest.raises(FullshardError, match="dropped"):
+            handle.wait()
     loss_of(model, rank.rank).backward()
     model.finalize_backward()
     assert_same_gradients(model, reference)
@@ -88,6 +93,45 @@ def test_what_has_to_wait(rank: Rank) -> None:
     for api in ("set_manual_backward_finalization", "finalize_backward"):
         with pytest.raises((FullshardError, TypeError), match="expected the root module"):
             getattr(model.blocks[0], api)(*([True] if api.startswith("set") else []))
+
+
+@on_ranks(2)
+def test_finalized_twice(rank: Rank) -> None:
+    """The second time changes nothing, also with gradients left to an optimizer step, and with unused parameters."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 2))
+    model.set_reduce_scatter_unused_params(True)
+    model.set_manual_backward_finalization(True)
+    optimizer = overlap(adam(model.parameters()), model)
+    loss_of = square_loss(0)
+    loss_of(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss_of)
+    model.finalize_backward()
+    with record() as seen:
+        model.finalize_backward()
+    assert not seen
+    assert_same_gradients(model, reference)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_manual_backward_finalization(False)
+
+
+@on_ranks(4)
+def test_without_all_reduce(rank: Rank) -> None:
+    """Gradients that would not be complete are an error, until the all-reduce is on again."""
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 2), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    loss_of = square_loss(0)
+    loss_of(model, rank.rank).backward()
+    with pytest.raises(FullshardError, match=r"set_requires_all_reduce\(True\)"):
+        model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    model.finalize_backward()
+    reference_backward(reference, rank.world_size, loss_of)
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(1)

@@ -770,8 +770,8 @@ class GradientReductionHandle:
             FullshardError: If ``reset_iter_state``, or an exception in a collective, has dropped the gradients since.
         """
         if self._runtime is not None:
-            runtime, self._runtime = self._runtime, None
-            runtime.end_finalization(self._begun)
+            self._runtime.end_finalization(self._begun)
+            self._runtime = None
 
 
 class ReplicateModule(FSDPModule):

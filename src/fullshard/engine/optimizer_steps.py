@@ -77,7 +77,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     PROGRESS.enter("optimizer step", None)
     units = _units_of(optimizer)
     for runtime in each_runtime(units):
-        runtime.check_finalized("step the optimizer")
+        runtime.check_stepped()
     _stepping[optimizer] = [unit.ref for unit in units]
     for unit in units:
         if unit.shown is not None and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:

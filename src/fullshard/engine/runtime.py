@@ -451,9 +451,21 @@ class Runtime:
         self.check_finalized("finalize backward")
         if self.busy:
             raise PhaseError("finalize_backward: a forward or backward has not ended; call it after backward")
-        for unit in self._last_forward_first():
-            self._finish_backward_of(unit, ran=False)
-        self._reductions.launch(self.comm_streams)
+        self.finish_deferred_reductions()
+        left = [unit for unit in self._last_forward_first() if unit.has_unreduced_gradients]
+        for unit in left:
+            if unit.settings.requires_gradient_sync and not unit.settings.requires_all_reduce:
+                raise FullshardError(
+                    f"finalize_backward: gradients of unit {unit.described} would not be all-reduced over the "
+                    "replicate axis; call set_requires_all_reduce(True) before"
+                )
+        try:
+            for unit in left:
+                self._finish_backward_of(unit, ran=False)
+            self._reductions.launch(self.comm_streams)
+        except BaseException:  # of a collective
+            self.recover()
+            raise
         self.finalization = object()
         return self.finalization
 
@@ -469,12 +481,28 @@ class Runtime:
                 "reset_iter_state or after an exception; repeat the step"
             )
         self.finalization, self._reached = None, True
-        self._end_backwards()
+        try:
+            self._end_backwards()
+        except BaseException:  # of a collective
+            self.recover()
+            raise
 
     @property
     def awaits_finalization(self) -> bool:
         """True if a backward runs, or what it has left was not waited for."""
+        self.finish_deferred_reductions()
         return self.busy or self.finalization is not None or self._reductions.in_flight
+
+    def check_stepped(self) -> None:
+        """Raise PhaseError if an optimizer steps before the caller has finalized a backward."""
+        self.check_finalized("step the optimizer")
+        root = self.root()
+        finalized_by_caller = root is not None and root.settings.finalized_by_caller
+        if finalized_by_caller and self._backward is None and not self.overlap.in_flight and self._reductions.in_flight:
+            raise PhaseError(
+                "cannot step the optimizer: gradients of a backward are in flight, and manual finalization is on; call "
+                "finalize_backward() first"
+            )
 
     def check_finalized(self, what: str) -> None:
         """Raise PhaseError if a gradient reduction is in flight that the caller has to wait for."""

@@ -51,7 +51,9 @@ class UnitPolicy(NamedTuple):
         """
         ask = self.precision.param_dtype_override_fn
         dtype = None if ask is None else ask(parameter)
-        if dtype is None or dtype is parameter.dtype:
+        if dtype is None or dtype is self.precision.param_dtype:
+            return None
+        if dtype is parameter.dtype:
             return dtype
         where = f"MixedPrecisionPolicy: param_dtype_override_fn, for {fqn} ({parameter.dtype})"
         if not isinstance(dtype, torch.dtype):
@@ -68,7 +70,7 @@ class UnitPolicy(NamedTuple):
         if REDUCES_IN_PARAM_DTYPE or self.precision.reduce_dtype:
             return [None] * len(parameters)
         widest: dict[torch.dtype, torch.dtype] = {}
-        for sharded in (parameter.sharded for parameter in parameters if parameter.requires_grad):
+        for sharded in (parameter.sharded for parameter in parameters):  # frozen ones may be trained later
             if sharded.grad_dtype is not None:
                 wide = widest.get(sharded.dtype, sharded.grad_dtype)
                 widest[sharded.dtype] = torch.promote_types(wide, sharded.grad_dtype)

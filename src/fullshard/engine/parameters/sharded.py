@@ -391,6 +391,8 @@ class ShardedParameter:
                 + f", expected a DTensor with {self.spec.placements}; redistribute it first"
             )
         if found is not self.sharded:
+            if self.sharded.grad_dtype is not self.sharded.dtype and found.grad_dtype is found.dtype:
+                found.grad_dtype = self.sharded.grad_dtype
             self.sharded = found
             self.remember_attributes()
         return found
