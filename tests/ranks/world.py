@@ -77,19 +77,19 @@ class World:
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
         limit = f"still running after the timeout of {timeout:g} s"
-        allowed, extended = timeout, False
+        extended = False
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 if extended:
                     break
-                extended, deadline = True, deadline + patient(allowed) - allowed
+                extended, deadline = True, deadline + patient(timeout) - timeout
                 continue
             for connection in ready:
                 rank = pending.pop(connection)
                 outcome = outcomes[rank] = self._receive(rank)
                 if outcome.failed and grace is not None and time.monotonic() + grace < deadline:
-                    deadline, allowed, extended = time.monotonic() + grace, grace, False
+                    deadline, extended = time.monotonic() + grace, True
                     limit = f"still running {grace:g} s after rank {rank} {outcome.headline}"
         outcomes |= self._hung(list(pending.values()), limit)
         return [self._with_output(outcomes[rank]) for rank in range(self.size)]
