@@ -32,7 +32,6 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import base
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.engine.states import Phase
 from fullshard.wrap import ModuleWrapPolicy
 from models import Block, LossOf, reference_backward, square_loss
@@ -156,7 +155,7 @@ class FrontEnd:
 
 
 COMPOSABLE, ORIGINAL, FLAT, RAGGED = (FrontEnd(name) for name in ("composable", "original", "flat", "ragged"))
-FRONT_ENDS = (COMPOSABLE, ORIGINAL, FLAT, RAGGED) if DISPATCHES_SUBCLASSES else (COMPOSABLE, ORIGINAL, FLAT)
+FRONT_ENDS = (COMPOSABLE, ORIGINAL, FLAT, RAGGED)
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS, ids=str)
 
 

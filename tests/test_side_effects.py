@@ -113,8 +113,6 @@ def unaware() -> Iterator[RankPool]:
 @pytest.mark.parametrize("layout", [None, "per_parameter", "ragged"])
 def test_torch_is_left_as_it_is(unaware: RankPool, layout: str | None) -> None:
     """Two hooks of ``torch.optim`` are all; other functions are changed only by who asks."""
-    if layout == "ragged" and torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
-        pytest.skip("torch 2.11 refuses the layout")
     hooks = {f"torch.optim.optimizer._global_optimizer_{when}_hooks" for when in ("pre", "post")}
     assert unaware(1, observe, layout, fresh=True) == [
         {

@@ -13,7 +13,6 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, replicate
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from ranks import Rank
 
 Values = dict[str, Any]
@@ -87,10 +86,6 @@ KINDS: dict[str, Callable[[Rank, Model], nn.Module]] = {
     ),
     "mixture": _mixture,
 }
-
-
-if not DISPATCHES_SUBCLASSES:
-    del KINDS["ragged"], KINDS["ragged rows"]
 
 
 def build(rank: Rank, kind: str, seed: int = 0) -> nn.Module:

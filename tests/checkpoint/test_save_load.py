@@ -597,6 +597,7 @@ def test_objects_that_are_not_asked_for_stay_in_the_checkpoint(tmp_path: Path) -
 @on_ranks(2, fresh=True)
 def test_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
     """torch names a group by how many a rank is in: neither training nor a save waits for groups of other names."""
+    pair = dist.new_group([0, 1])
     if rank.rank == 1:
         dist.new_group([1], use_local_synchronization=True)
     model = build(rank, "fully_shard", seed=1)
@@ -604,11 +605,21 @@ def test_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
     fullshard.save(folder / "a", model)
     fullshard.async_save(folder / "b", model).result()
     fullshard.load(folder / "b", model)
-    pair = dist.new_group([0, 1])
     fullshard.save(folder / "c", model, process_group=pair)
     fullshard.load(folder / "c", model, process_group=pair)
     fullshard.async_save(folder / "d", model, process_group=pair).result()
     fullshard.load(folder / "d", model, process_group=pair)
+
+
+@on_ranks(3, fresh=True)
+def test_a_save_of_some_ranks_and_groups_of_the_program(rank: Rank) -> None:
+    """The groups that it made do not change the names of those that all ranks make afterwards."""
+    folder, pair = shared_folder(rank), dist.new_group([0, 1])
+    if rank.rank < 2:
+        fullshard.async_save(folder, nn.Linear(2, 2), process_group=pair).result()
+    rank_of_all = torch.full((1,), 1 + rank.rank)
+    dist.all_reduce(rank_of_all, group=dist.new_group([0, 1, 2]))
+    assert rank_of_all.item() == 6
 
 
 @on_ranks(2)

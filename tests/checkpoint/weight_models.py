@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 
@@ -99,10 +98,6 @@ FORMS: dict[str, Callable[[Rank, nn.Module], nn.Module]] = {
     "wrapper, original": lambda rank, model: _wrapped(rank, model, use_orig_params=True),
     "wrapper, replicated": lambda rank, model: _wrapped(rank, model, sharding_strategy=ShardingStrategy.NO_SHARD),
 }
-
-
-if not DISPATCHES_SUBCLASSES:
-    del FORMS["ragged"]
 
 
 def form(name: str, rank: Rank, model: nn.Module) -> nn.Module:

@@ -51,18 +51,10 @@ PLACES = {
 }
 
 
-LATER = {"ShardPlacementResult"}  # not in torch 2.11
-
-
 @on_ranks(1)
 def test_names_are_fullshards(rank: Rank):
     """Everywhere in torch's packages, whose public names are all offered; and torch's own again afterwards."""
-    before = {
-        (place, name): getattr(torchs(place), name)
-        for place, found in PLACES.items()
-        for name in found
-        if hasattr(torchs(place), name) or name not in LATER
-    }
+    before = {(place, name): getattr(torchs(place), name) for place, found in PLACES.items() for name in found}
     with dropin.install(quiet=True):
         for place, name in before:
             assert getattr(torchs(place), name) is getattr(fullshard, name), (place, name)

@@ -23,12 +23,9 @@ from front_ends import full_gradients
 from fullshard import CPUOffloadPolicy, FSDPModule, FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.linear_weight import LinearWeight
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.engine.reduction.plan import Gradients, ReductionMessage
 from models import batch
 from ranks import Rank, on_ranks
-
-pytestmark = pytest.mark.skipif(not DISPATCHES_SUBCLASSES, reason="torch 2.11 refuses layout='ragged'")
 
 
 class Block(nn.Module):

@@ -23,9 +23,6 @@ from fullshard.wrap import ModuleWrapPolicy
 from models import Stack
 from ranks import Rank, on_ranks
 
-# torch 2.11 crashes in DTensor where a process has threads as ranks a second time, with its own fully_shard as well.
-THREADS_ONCE = not hasattr(threaded.ThreadLocalWorld, "comms")
-
 
 def on_threads(count: int, function: Callable[[int], None]) -> None:
     """Run ``function`` with the ranks 0 to ``count - 1``, each on a thread with a default group of its own."""
@@ -44,8 +41,6 @@ def on_threads(count: int, function: Callable[[int], None]) -> None:
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
-    if THREADS_ONCE:  # there, destroy_process_group reads an attribute that is missing
-        threaded.ThreadLocalWorld.comms = []
     try:
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
         for thread in threads:
@@ -80,8 +75,6 @@ WAYS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_are_threads(way: str) -> None:
     """Two steps end in the weights of the unsharded model on all ranks' batches."""
-    if THREADS_ONCE and way != "2-D":
-        pytest.skip("this torch crashes where a process has threads as ranks a second time")
     count, shard = WAYS[way]
     torch.manual_seed(0)
     reference = Stack()
@@ -139,7 +132,7 @@ class _Doubling(dist.ProcessGroup):
             tensor.mul_(2)
         return self._done("all_reduce", tensors)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # torch 2.11's names
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # names before torch 2.13
 
 
 @on_ranks(1)

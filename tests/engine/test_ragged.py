@@ -23,18 +23,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from checkpoint.kinds import shared_folder
 from compare import assert_close, assert_equal
 from front_ends import assert_same_values, assert_trains_alike, build, full_gradients
-from fullshard import CommQuantization, FullshardError, fully_shard
+from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
 from fullshard.dropin import enable_ragged_placements
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES, RaggedDTensor, RaggedShard
-from fullshard.frontend import arguments
+from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard
 from fullshard.optim import Muon
 from fullshard.optim.local.localize import stepping_dtensors
 from models import Mlp, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-pytestmark = pytest.mark.skipif(not DISPATCHES_SUBCLASSES, reason="torch 2.11 refuses the layout")
 GRANULARITIES = ("element", "row", 2, "parameter")
 
 
@@ -361,9 +359,6 @@ def test_the_environment(rank: Rank) -> None:
         patch.setenv("FULLSHARD_LAYOUT", "best")
         with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: expected .* found 'best'"):
             fully_shard(nn.Linear(2, 2), mesh=rank.mesh)
-        patch.setattr(arguments, "DISPATCHES_SUBCLASSES", False)
-        with pytest.raises(FullshardError, match=r"layout='ragged' needs torch 2.12 or newer, found"):
-            fully_shard(nn.Linear(2, 2), mesh=rank.mesh, layout="ragged")
 
 
 @on_ranks(2)

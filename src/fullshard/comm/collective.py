@@ -42,7 +42,7 @@ __all__ = [
 # Dtypes that every backend can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
-# Renamed between torch 2.11 and 2.13; the old names warn in the new ones.
+# Renamed in torch 2.13, which warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -76,8 +76,10 @@ def part_of(
     if key not in record.parts or record.parts[key] not in distributed_c10d._world.pg_map:  # destroyed since
         world = dist.group.WORLD
         assert world is not None
-        # A world bound to a device splits communicators off its own, in which all of its ranks have to take part.
+        # A world bound to a device splits communicators off its own, in which all of its ranks have to take part. The
+        # count is in the names of the program's groups: from torch 2.14 on, groups that some ranks make advance it too.
         bound, world.bound_device_id = world.bound_device_id, None
+        count = distributed_c10d._world.group_count
         record.made[key] += 1  # also if that fails: what it left in the store is not met again
         try:
             with _name_of_next_group(f"{group.group_name} {key} {record.made[key]}"):
@@ -85,11 +87,12 @@ def part_of(
                     ranks,
                     timeout or _timeout_of(group),
                     backend,
-                    use_local_synchronization=len(ranks) < world.size(),  # else by c10d's count of what all ranks make
+                    use_local_synchronization=True,
                     group_desc=f"fullshard {purpose}",
                 )
         finally:
             world.bound_device_id = bound
+            distributed_c10d._world.group_count = count
     return record.parts[key]
 
 

@@ -129,7 +129,7 @@ def fully_shard(
             lie in one buffer that is cut into equal slices, so that one collective without copies all-gathers them;
             each is a ``RaggedDTensor``. DTensors, tensor subclasses with all-gather hooks, and parameters for which
             ``shard_placement_fn`` chooses another dim, are still cut one by one. None: what ``FULLSHARD_LAYOUT`` in the
-            environment says, else "per_parameter". "ragged" needs torch 2.12.
+            environment says, else "per_parameter".
         granularity: Where the ragged layout may cut a parameter: "element" (anywhere), "row" (between indices of dim
             0), an int (between blocks of so many rows), "parameter" (nowhere), or a function that returns one of these
             for an FQN and a parameter.

@@ -122,7 +122,7 @@ def _patch() -> None:
     for name, ours in bound.items():
         theirs = getattr(_module, name)
         _set(_module, name, ours(theirs) if name == "FSDP" else functools.partial(ours, theirs))
-    if hasattr(_module, "HYBRID_SHARDING_STRATEGIES"):  # from torch 2.12 on
+    if hasattr(_module, "HYBRID_SHARDING_STRATEGIES"):  # from torch 2.13 on
         hybrid = (strategy for strategy in ShardingStrategy if strategy.hybrid)
         _set(_module, "HYBRID_SHARDING_STRATEGIES", [*_module.HYBRID_SHARDING_STRATEGIES, *hybrid])
     _set(WrapperState, "_fqn_modifiers", lambda _: {})

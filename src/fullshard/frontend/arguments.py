@@ -20,9 +20,7 @@ from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
 from fullshard.engine.buckets.formats import PER_PARAMETER, RaggedShardingFormat, ShardingFormat
 from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
-from fullshard.engine.parameters.ragged_tensor import DISPATCHES_SUBCLASSES
 from fullshard.engine.parameters.sharded import managed_by
-from fullshard.errors import FullshardError
 from fullshard.layout import Granularity
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.wrap.tree import has_forward
@@ -183,7 +181,6 @@ def sharding_format(
     Raises:
         TypeError: If ``first_rank`` is not an int.
         ValueError: If there is no such layout, or a granularity or a first rank is given for one that has none.
-        FullshardError: If this version of torch does not support the layout.
     """
     chosen = os.environ.get(LAYOUT_VARIABLE, "per_parameter") if layout is None else layout
     if chosen not in LAYOUTS:
@@ -196,11 +193,6 @@ def sharding_format(
             f"{first_rank}; found layout={chosen!r} and granularity={granularity!r}"
         )
     if chosen == "ragged":
-        if not DISPATCHES_SUBCLASSES:
-            raise FullshardError(
-                f"{api}: layout='ragged' needs torch 2.12 or newer, found {torch.__version__}, which does not let "
-                "subclasses of DTensor define operations; use layout='per_parameter'"
-            )
         return RaggedShardingFormat(granularity, first_rank)
     if granularity != "element":
         raise ValueError(f"{api}: granularity: expected layout='ragged' with {granularity!r}, found layout={chosen!r}")

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,7 +36,6 @@ from fullshard.engine import hooks
 from fullshard.layout import FlatShard, FlatSlot, Region, regions_of_range
 
 __all__ = [
-    "DISPATCHES_SUBCLASSES",
     "SHARDED_TYPES",
     "RaggedDTensor",
     "RaggedShard",
@@ -319,9 +317,6 @@ class RaggedDTensor(DTensor):
                 return part
         raise ValueError(f"{index.fqn}: this rank has no chunk at {index.offset}")
 
-
-# torch 2.11 dispatches all subclasses of DTensor as DTensors, and never calls their __torch_dispatch__.
-DISPATCHES_SUBCLASSES = TorchVersion(torch.__version__) >= "2.12"
 
 # Types whose local tensors optimizers and norms may use in their place.
 SHARDED_TYPES: frozenset[type] = frozenset({DTensor, RaggedDTensor})
