@@ -43,6 +43,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fullshard.engine.containers import iterate_tensors, map_tensors, tensors_within
+from fullshard.engine.parameters.spmd_types import copy_types, spmd_checker
 
 __all__ = [
     "NO_BACKWARD",
@@ -298,16 +299,24 @@ def register_post_backward(
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most blocks: no containers to search
         if not args[0].requires_grad:
             return args, kwargs, None
-        guarded_args = _pass_boundary(events, args[0])
+        guarded_args = _guarded(events, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
     if not tensors:
         return args, kwargs, None
-    aliases = _pass_boundary(events, *tensors.values())
+    aliases = _guarded(events, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
     # One alias per tensor, even if it was passed several times: modules compare inputs by identity.
     args, kwargs = map_tensors(lambda t: guarded.get(id(t), t), (args, kwargs))
     return args, kwargs, Call(next(iter(guarded.values())).grad_fn)
+
+
+def _guarded(events: BackwardEvents, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    aliases: tuple[torch.Tensor, ...] = _pass_boundary(events, *tensors)
+    if spmd_checker() is not None:
+        for tensor, alias in zip(tensors, aliases, strict=True):
+            copy_types(tensor, alias)
+    return aliases
 
 
 def nodes_made() -> int:
@@ -375,12 +384,21 @@ def _transformed(values: Any, before: Callable[[], None] | None, before_double: 
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return a context without transforms of torch.func and tracing, for what the engine computes."""
+    """Return a context without transforms of torch.func, tracing and checks of types, for what the engine computes."""
+    checker = spmd_checker()
+    if checker is not None:
+        return _unchecked(checker)
     if torch._C._get_dispatch_mode(_TRACER) is not None:
         return _untraced()
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return _NO_CONTEXT
+
+
+@contextlib.contextmanager
+def _unchecked(checker: Any) -> Iterator[None]:
+    with checker.no_typecheck(), outside_transforms():
+        yield
 
 
 @contextlib.contextmanager

@@ -823,14 +823,17 @@ class _BackwardOf:
 
     def pre_backward(self) -> None:
         self.came = True
-        runtime_of(self.unit).pre_backward(self.unit)
+        with hooks.outside_transforms():
+            runtime_of(self.unit).pre_backward(self.unit)
 
     def pre_double_backward(self) -> None:
-        runtime_of(self.unit).pre_double_backward(self.unit)
+        with hooks.outside_transforms():
+            runtime_of(self.unit).pre_double_backward(self.unit)
 
     def post_backward(self) -> None:
         if self.unit.phase is Phase.BACKWARD:  # in a double backward only the end of the pass tells
-            runtime_of(self.unit).post_backward(self.unit)
+            with hooks.outside_transforms():
+                runtime_of(self.unit).post_backward(self.unit)
 
 
 def _backward_raised() -> None:

@@ -21,6 +21,7 @@ from fullshard.engine.buckets.formats import PER_PARAMETER, RaggedShardingFormat
 from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
+from fullshard.engine.parameters.spmd_types import SpmdTypes
 from fullshard.layout import Granularity
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.wrap.tree import has_forward
@@ -237,10 +238,14 @@ def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -
         if chosen is not None:
             dim = _chosen_dim(api, fqn, parameter, chosen)
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
-        if own is None and own_mesh.whole is not None:
-            own_mesh = _mesh_of_plain(api, fqn, own_mesh, own_mesh.whole)
         cut = dim if parameter.ndim else None
         try:
+            if own is None and own_mesh.whole is not None:
+                types = SpmdTypes.of(parameter, own_mesh.whole)
+                if types is not None:
+                    shape, stride = types.spec.shape, types.spec.stride
+                    return ParameterPlacement(own_mesh, cut, shape, stride, types.spec, types)
+                own_mesh = _mesh_of_plain(own_mesh, own_mesh.whole)
             if own is None:
                 return ParameterPlacement.of_plain(own_mesh, cut, parameter.shape, parameter.stride())
             return ParameterPlacement(own_mesh, cut, parameter.shape, tuple(parameter.stride()), own)
@@ -250,13 +255,13 @@ def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -
     return place
 
 
-def _mesh_of_plain(api: str, fqn: str, mesh: ShardMesh, whole: WholeMesh) -> ShardMesh:
+def _mesh_of_plain(mesh: ShardMesh, whole: WholeMesh) -> ShardMesh:
     """Return the mesh for plain tensors, which ``dp_mesh_dims`` allow only if they name all axes."""
     used = whole.dims.shard_names + whole.dims.replicate_names
     others = [name for name in whole.device_mesh.mesh_dim_names or () if name not in used]
     if others:
         raise ValueError(
-            f"{api}: dp_mesh_dims: expected all parameters to be DTensors on the mesh, found the plain tensor {fqn} "
+            "dp_mesh_dims: expected a DTensor on the mesh, or a tensor annotated with spmd_types, found a plain tensor "
             f"without placements on the axes {others}; call torch.distributed.tensor.distribute_module first, or pass "
             "only the data-parallel submesh as mesh"
         )

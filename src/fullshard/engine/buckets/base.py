@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm.base import Kind, Transport
 from fullshard.comm.mesh import ShardMesh
@@ -380,7 +381,8 @@ class BufferBucket(Bucket):
             return
         for parameter in self.parameters:
             memory = parameter.local if self._unsharded is None else self._unsharded.tensor(0, (0,), (1,))
-            if not parameter.placement.own and not torch._C._is_alias_of(parameter.unsharded, memory):  # type: ignore[attr-defined]
+            known = parameter.unsharded
+            if not isinstance(known, DTensor) and not torch._C._is_alias_of(known, memory):  # type: ignore[attr-defined]
                 raise parameter.lost_data()
 
     def change_transports(self, mesh: ShardMesh) -> None:

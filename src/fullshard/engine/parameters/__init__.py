@@ -6,6 +6,7 @@
 - ``ragged.py``        ragged parameters
 - ``ragged_tensor.py``  ``RaggedDTensor``, a DTensor with shards of any length
 - ``placement.py``     DTensor placements of a parameter, sharded and unsharded
+- ``spmd_types.py``    plain parameters that annotations describe as DTensors
 - ``registration.py``  registers sharded or unsharded parameters in the modules
 - ``names.py``         FQNs without the parts that wrappers add
 """

@@ -2,7 +2,8 @@
 
 A plain parameter is sharded over the shard axis. If tensor or expert parallelism has made it a DTensor, its local
 tensor is sharded over the shard axis. Its sharded parameter is then a DTensor on the data-parallel axes and its own
-axes; its unsharded parameter is the DTensor that it was.
+axes; its unsharded parameter is the DTensor that it was. A plain parameter with annotations of spmd_types is treated as
+the DTensor that they describe, but unsharded it is plain.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard, hashed
+from fullshard.engine.parameters.spmd_types import SpmdTypes
 from fullshard.layout import Region, chunk_of
 
 __all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at", "with_dtype"]
@@ -38,6 +40,7 @@ class ParameterPlacement:
     shape: torch.Size  # global
     stride: tuple[int, ...]  # global
     own: DTensorSpec | None  # spec of the unsharded parameter if that is a DTensor, None for a plain parameter
+    types: SpmdTypes | None = None  # the unsharded parameter is plain, the local tensor of a DTensor of this spec
 
     @classmethod
     def of_plain(
@@ -74,7 +77,7 @@ class ParameterPlacement:
 
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
-        if self.own is None:
+        if self.own is None or self.types is not None:
             return local
         meta = TensorMeta(self.shape, self.stride, local.dtype)
         return dtensor(local, replace(self.own, tensor_meta=meta))
@@ -84,6 +87,9 @@ class ParameterPlacement:
 
         Sums over the parameter's own axes are in ``reduce_dtype``.
         """
+        if self.types is not None:
+            assert self.own is not None
+            gradient = dtensor(gradient, with_dtype(replace(self.own, placements=self.types.gradient), gradient.dtype))
         if isinstance(gradient, DTensor):
             own = self.own
             assert own is not None, "a plain parameter got a DTensor as its gradient"

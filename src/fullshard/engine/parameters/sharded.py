@@ -204,6 +204,8 @@ class ShardedParameter:
         if len(self.owners) > 1:
             self.accumulate_in_reduce_dtype()
         unsharded.__dict__.update(self.attributes)
+        if self.placement.types is not None:
+            self.placement.types.annotate(unsharded)
         mark_unsharded(unsharded, self)
         self._collect_gradients()
 
