@@ -34,7 +34,7 @@ OPENING, CLOSING = "<!-- compatibility -->", "<!-- /compatibility -->"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 WITHOUT = {("3.10", "2.15.0")}  # torch has no such build
-TOOLS = ("pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "setuptools>=70")
+TOOLS = ("pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "setuptools>=70", "spmd-types>=0.2.3")
 
 # What may differ between versions: collectives and their names, DTensor, hooks, autograd and torch.compile, pytrees,
 # optimizers, state dicts, and the private names that the drop-in replaces.
@@ -50,6 +50,7 @@ CORE = (
     "tests/engine/test_parameters.py",
     "tests/engine/test_placements.py",
     "tests/engine/test_python_groups.py",
+    "tests/engine/test_spmd_types.py",
     "tests/engine/test_tensor_parallel.py",
     "tests/golden/test_golden_traces.py",
     "tests/optim/test_localize.py",

@@ -23,6 +23,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.engine.parameters.sharded import superseding
+from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.errors import NonFiniteError
 from fullshard.memory import HostValue
 from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
@@ -38,6 +39,7 @@ MAX_NAMES = 10  # in an error
 _layout_of = operator.attrgetter("layout")
 
 
+@unchecked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: _Tensors,
@@ -96,6 +98,7 @@ def clip_grad_norm_(
     return total
 
 
+@unchecked
 @torch.no_grad()
 def get_total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor | None],
@@ -149,6 +152,7 @@ def get_total_norm(
     return total
 
 
+@unchecked
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None

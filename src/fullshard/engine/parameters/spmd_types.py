@@ -9,9 +9,11 @@ Source: https://github.com/meta-pytorch/spmd_types. The package is not imported 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,13 +22,31 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.comm.mesh import WholeMesh
 
-__all__ = ["SpmdTypes", "copy_types", "spmd_checker"]
+__all__ = ["SpmdTypes", "copy_types", "spmd_checker", "unchecked"]
+
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
 
 
 def spmd_checker() -> Any | None:
     """Return the package spmd_types if it checks types on this thread now, else None."""
     package = sys.modules.get("spmd_types")
     return package if package is not None and package.is_type_checking() else None
+
+
+def unchecked(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Have a function run without checks of types, because it computes with tensors that have none."""
+
+    @functools.wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        checker = spmd_checker()
+        if checker is None:
+            return function(*args, **kwargs)
+        with checker.no_typecheck():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def copy_types(source: torch.Tensor, copy: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.optim.local.local_tensors import LocalTensor, State, StateEntries, local_tensors, write_back
 from fullshard.profiling import profiled
 
@@ -60,6 +61,7 @@ class LocalStep:
     def __init__(self) -> None:
         self.schedule, self.is_running, self.offload = None, False, None
 
+    @unchecked
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step all local tensors; the optimizer's own step gets the further arguments."""
