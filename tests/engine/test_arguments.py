@@ -49,7 +49,7 @@ MESHES = {
     ),
     "shard(plain, dp_mesh_dims=Dims(shard='dp'))": r"expected axes of the mesh, \[\], found \['dp'\]",
     "shard(plain, mesh=named, dp_mesh_dims=Dims(shard='b'))": (
-        r"to be DTensors on the mesh, found the plain tensor 0\.weight"
+        r"0\.weight: dp_mesh_dims: expected all parameters to be DTensors on the mesh, or annotated"
     ),
     "shard(dtensors(named, Shard(0)), mesh=named, dp_mesh_dims=Dims(shard='b'))": (
         r"0\.weight: expected a DTensor with Replicate\(\) on the data-parallel axis 'b', found S"

@@ -398,7 +398,7 @@ def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, names: tu
     both_backward(model, reference, rank, whole_loss)
     assert_models_equal(model, reference, grads=True, **CLOSE)
     other = rank.make_mesh(2, 2, names=("shard", "tp"))
-    with pytest.raises(ValueError, match=r"found the plain tensor .* without placements on the axes \['tp'\]"):
+    with pytest.raises(ValueError, match=r"found a plain tensor without placements on the axes \['tp'\]"):
         fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
 
 

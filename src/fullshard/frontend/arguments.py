@@ -261,8 +261,8 @@ def _mesh_of_plain(mesh: ShardMesh, whole: WholeMesh) -> ShardMesh:
     others = [name for name in whole.device_mesh.mesh_dim_names or () if name not in used]
     if others:
         raise ValueError(
-            "dp_mesh_dims: expected a DTensor on the mesh, or a tensor annotated with spmd_types, found a plain tensor "
-            f"without placements on the axes {others}; call torch.distributed.tensor.distribute_module first, or pass "
+            "dp_mesh_dims: expected all parameters to be DTensors on the mesh, or annotated with spmd_types, found a "
+            f"plain tensor without placements on the axes {others}; call torch.distributed.tensor.distribute_module first, or pass "
             "only the data-parallel submesh as mesh"
         )
     return mesh.for_plain()
