@@ -324,25 +324,15 @@ def test_transformers_modeling_backend(rank: Rank, tied: bool):
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("shape", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("shape", DEGREES)
 @on_ranks(4)
 def test_spmd_types(rank: Rank, shape: str):
-    """torchtitan's default back end, plain tensors with dp_mesh_dims: torch 2.13 refuses it, here it trains."""
+    """torchtitan's default back end, plain tensors with annotations; FSDP2 refuses it before torch 2.14."""
     expected = losses(build(llama_config()))
     with on_fullshard("spmd_types"):
         sharded = Sharded(llama_config(), spmd_backend="spmd_types", **DEGREES[shape])
         assert_same(sharded.losses(), expected, 1e-5)
-    with on_torch("spmd_types"):
-        with pytest.raises(ValueError, match="all parameters must be DTensors on the full SPMD mesh"):
-            Sharded(llama_config(), spmd_backend="spmd_types", **DEGREES[shape])
-
-
-@on_ranks(4)
-def test_spmd_types_with_tp(rank: Rank):
-    """With tensor parallelism such a tensor does not say how it lies on that axis: refused, by torch 2.13 as well."""
-    with on_fullshard("spmd_types"):
-        with pytest.raises(ValueError, match="dp_mesh_dims: expected all parameters to be DTensors"):
-            Sharded(llama_config(), spmd_backend="spmd_types", **DEGREES["tp"])
+        assert all(isinstance(parameter, DTensor) for parameter in sharded.model.parameters())
 
 
 def test_example():
@@ -369,7 +359,7 @@ def experts_of(sharded: Sharded) -> torch.nn.Parameter:
     return sharded.model.layers["1"].moe.routed_experts.inner_experts.w1_EFD
 
 
-@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
+@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor", "spmd_types"])
 @pytest.mark.parametrize(("degrees", "axes"), [(EP, 2), (HSDP_EP, 3), (TP_EP, 2)], ids=["ep", "hsdp", "tp"])
 @on_ranks(4)
 def test_expert_parallel(rank: Rank, degrees: dict[str, int], axes: int, backend: str):
@@ -413,14 +403,6 @@ def test_experts_in_bf16(rank: Rank):
     expected = losses(build(qwen_moe_config()))
     with on_fullshard():
         assert_same(Sharded(qwen_moe_config(), **EP).losses(), expected, 3e-3)
-
-
-@on_ranks(4)
-def test_spmd_types_with_ep(rank: Rank):
-    """Plain tensors of experts do not say how they lie on the ep axis: refused, by torch 2.13 as well."""
-    with on_fullshard("spmd_types"):
-        with pytest.raises(ValueError, match="dp_mesh_dims: expected all parameters to be DTensors"):
-            Sharded(qwen_moe_config(), spmd_backend="spmd_types", **EP)
 
 
 @on_ranks(4)

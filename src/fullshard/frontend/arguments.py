@@ -262,8 +262,8 @@ def _mesh_of_plain(mesh: ShardMesh, whole: WholeMesh) -> ShardMesh:
     if others:
         raise ValueError(
             "dp_mesh_dims: expected all parameters to be DTensors on the mesh, or annotated with spmd_types, found a "
-            f"plain tensor without placements on the axes {others}; call torch.distributed.tensor.distribute_module first, or pass "
-            "only the data-parallel submesh as mesh"
+            f"plain tensor without placements on the axes {others}; call torch.distributed.tensor.distribute_module "
+            "first, or pass only the data-parallel submesh as mesh"
         )
     return mesh.for_plain()
 
