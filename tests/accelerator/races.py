@@ -96,7 +96,7 @@ def count() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def capture() -> Iterator[list[Access]]:
-    """Treat the ``with`` block as the capture of a graph, on the current stream.
+    """Treat the ``with`` block as the capture of a graph, on the current stream, which ``replay`` launches again.
 
     The list has, at the end, all that a real capture forbids: synchronization and queries, memory from outside of the
     capture's pool, pinned allocations, work on streams that are not part of it, events recorded before it, and streams
@@ -110,3 +110,10 @@ def capture() -> Iterator[list[Access]]:
         yield errors
     finally:
         errors += [Access(*access) for access in native.end_capture()]
+
+
+def replay() -> None:
+    """Launch what the last capture has launched, once more: the same kernels and collectives on the same addresses."""
+    from accelerator.native import native
+
+    native.replay()

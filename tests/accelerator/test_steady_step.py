@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fullshard.optim
-from accelerator.races import Access, Counts, capture, count
+from accelerator.races import Access, Counts, capture, count, replay
+from compare import assert_equal
 from front_ends import COMPOSABLE, ORIGINAL, build
 from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from models import Stack
@@ -146,6 +147,57 @@ def test_a_step_can_be_captured(rank: Rank, reshard: bool) -> None:
             model(x).square().mean().backward()
     assert not errors, "\n".join(map(str, errors))
     torch.accelerator.current_stream().wait_stream(stream)
+
+
+@on_ranks(2, device_type="emulated")
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("how", ["reduced by each", "reduced by the last", "finalized"])
+def test_a_captured_step_is_replayed(rank: Rank, reshard: bool, how: str) -> None:
+    """Replays of forward and backward of four microbatches give the bits of eager steps, at the same addresses."""
+    eager, captured = (_composable(rank, reshard_after_forward=reshard) for _ in range(2))
+    captured.load_state_dict(eager.state_dict())
+    batches = torch.randn(WARM_UP + 4, 4, 4, DIM) + rank.rank
+    inputs = torch.empty(4, 4, DIM)
+    captured.set_keep_unsharded_storage(True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (eager, captured)]
+
+    def accumulate(model: nn.Module, microbatches: torch.Tensor) -> None:
+        for number, microbatch in enumerate(microbatches):
+            model.set_requires_gradient_sync(how == "reduced by each" or (how != "finalized" and number == 3))
+            model(microbatch).square().mean().backward()
+        if how == "finalized":
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()
+
+    for model in (eager, captured):
+        model.set_manual_backward_finalization(how == "finalized")
+    stream = torch.Stream(rank.device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        for step, batch in enumerate(batches):
+            accumulate(eager, batch)
+            inputs.copy_(batch)
+            if step < WARM_UP:
+                accumulate(captured, inputs)
+            elif step == WARM_UP:
+                torch.accelerator.synchronize()
+                with capture() as errors:
+                    accumulate(captured, inputs)
+                assert not errors, "\n".join(map(str, errors))
+                places = [parameter.grad.to_local().data_ptr() for parameter in captured.parameters()]
+            else:
+                replay()
+                assert places == [parameter.grad.to_local().data_ptr() for parameter in captured.parameters()]
+            for mine, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
+                assert_equal(mine.grad.to_local(), theirs.grad.to_local(), f"gradient of step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].zero_grad()
+            if step < WARM_UP:
+                optimizers[1].zero_grad()  # a graph writes gradients where they were
+    torch.accelerator.current_stream().wait_stream(stream)
+    for mine, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
+        assert_equal(mine.to_local(), theirs.to_local(), "parameter")
 
 
 @on_ranks(2, device_type="emulated")

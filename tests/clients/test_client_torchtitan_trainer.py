@@ -1,4 +1,4 @@
-"""torchtitan's whole trainer on fullshard: the losses of its own FSDP2, with every parallelism that runs on CPU ranks."""
+"""torchtitan's whole trainer on fullshard: the losses of torch's FSDP2, with every parallelism on CPU ranks."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ def on_fullshard(**given: Any) -> dict[int, tuple[float, float]]:
 @functools.cache
 def on_torch(shape: str) -> dict[int, tuple[float, float]]:
     """The same with torch's FSDP2: before torch 2.14 with DTensors, since it refuses spmd_types."""
-    model, degrees = SHAPES[
-        "fsdp" if shape == "cp" and not TAKES_SPMD_TYPES else shape
-    ]  # cp: the same batch, cut otherwise
+    shape = "fsdp" if shape == "cp" and not TAKES_SPMD_TYPES else shape  # the same batch, cut otherwise
+    model, degrees = SHAPES[shape]
     backend = "spmd_types" if TAKES_SPMD_TYPES else "partial_dtensor"
     return run((), model=model, steps=STEPS, parallelism={**degrees, "spmd_backend": backend})
 

@@ -68,9 +68,9 @@ class Attention(Module):
 
     def forward(  # names as in torchtitan's, whose configuration refers to them
         self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
+        q_BLNH: torch.Tensor,  # noqa: N803
+        k_BLNH: torch.Tensor,  # noqa: N803
+        v_BLNH: torch.Tensor,  # noqa: N803
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -123,9 +123,7 @@ class PrintedMetrics(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         pass
 
-    def log(
-        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, *_: Any, **__: Any
-    ) -> None:
+    def log(self, step: int, global_avg_loss: float, _: float, grad_norm: float, *__: Any, **___: Any) -> None:
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # has the loss, also of a pipeline
             print(f"\nstep {step}: loss {global_avg_loss:.6f} norm {grad_norm:.6f}", flush=True)
 
@@ -140,7 +138,7 @@ def all_to_all_over_gloo(outputs: list[torch.Tensor], inputs: list[torch.Tensor]
 
 
 def sum_over_gloo() -> None:
-    """torch's FSDP2 reduces with a factor, also with that of 1.0 which torchtitan sets, and gloo has no such reduction."""
+    """torch's FSDP2 reduces with a factor, also with the 1.0 that torchtitan sets; gloo has no such reduction."""
     from torch.distributed.fsdp import FSDPModule
 
     scaled = FSDPModule.set_gradient_divide_factor

@@ -76,6 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     end_capture();
     return described(State::get().counted.capture_errors);
   });
+  m.def("replay", &replay, py::call_guard<py::gil_scoped_release>());
   m.def("memory", [](int device) {
     const auto counts = memory(static_cast<c10::DeviceIndex>(device));
     return std::map<std::string, int64_t>{

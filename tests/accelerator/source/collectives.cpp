@@ -1,6 +1,7 @@
 // A c10d back end with NCCL's semantics: a stream of its own per communicator, wait() orders the current stream and not
 // the host. gloo moves the bytes; sums are made here, in the order of ranks.
 #include "collectives.h"
+#include "operations.h"
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -276,6 +277,14 @@ c10::intrusive_ptr<c10d::Work> Collectives::launch(
     arrive(gone);
   };
   state.add_late(own, late);
+  if (state.capture_origin != nullptr)
+    state.graph.push_back([move] {
+      Works moved;
+      const auto arrived = move(moved);
+      for (auto& part : moved)
+        part->wait();
+      arrived({});
+    });
   if (!state.late_delivery)
     state.land_before(own.clock);
 
@@ -372,14 +381,14 @@ c10::intrusive_ptr<c10d::Work> Collectives::gather_into(
     total += output.numel();
   }
   TORCH_CHECK(total == input.numel() * size_, "output tensor size must be equal to world_size times input tensor size");
-  return launch(kind, {input}, outputs, async, [&](Works& works) -> Arrive {
+  std::vector<std::pair<void*, int64_t>> places;
+  for (const auto& output : outputs)
+    places.emplace_back(output.mutable_data_ptr(), bytes_of(output));
+  return launch(kind, {input}, outputs, async, [=, this, input = on_host(input)](Works& works) -> Arrive {
     auto own = staged(input);
     auto all = host_bytes(own.numel() * size_);
     if (own.numel() != 0)
       works.push_back(gloo_->_allgather_base(all, own));
-    std::vector<std::pair<void*, int64_t>> places;
-    for (const auto& output : outputs)
-      places.emplace_back(output.mutable_data_ptr(), bytes_of(output));
     return [all, places](const std::vector<Range>& gone) {
       const auto* from = static_cast<const uint8_t*>(all.const_data_ptr());
       for (const auto& [target, bytes] : places) {
@@ -399,7 +408,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::reduce_all(
   std::vector<at::Tensor> outputs;
   if (only < 0 || only == rank_)
     outputs.push_back(tensor);
-  return launch(kind, {tensor}, outputs, async, [&](Works& works) -> Arrive {
+  return launch(kind, {tensor}, outputs, async, [=, this, tensor = on_host(tensor), wanted = !outputs.empty()](Works& works) -> Arrive {
     auto own = staged(tensor);
     auto all = host_bytes(own.numel() * size_);
     if (own.numel() != 0)
@@ -407,9 +416,8 @@ c10::intrusive_ptr<c10d::Work> Collectives::reduce_all(
     auto* target = tensor.mutable_data_ptr();
     const auto dtype = tensor.scalar_type();
     const auto size = size_;
-    const bool wanted = !outputs.empty() && own.numel() != 0;
     return [=](const std::vector<Range>& gone) {
-      if (!wanted)
+      if (!wanted || all.numel() == 0)
         return;
       at::AutoDispatchBelowADInplaceOrView below;
       const auto sum = reduced(all, dtype, size, op);
@@ -429,9 +437,12 @@ c10::intrusive_ptr<c10d::Work> Collectives::reduce_scatter_from(
     total += input.numel();
   }
   TORCH_CHECK(total == output.numel() * size_, "input tensor must be the same size as output size times world size");
-  return launch(kind, inputs, {output}, async, [&](Works& works) -> Arrive {
+  std::vector<at::Tensor> from;
+  for (const auto& input : inputs)
+    from.push_back(on_host(input));
+  return launch(kind, inputs, {output}, async, [=, this, output = on_host(output)](Works& works) -> Arrive {
     std::vector<at::Tensor> sent;
-    for (const auto& input : inputs)
+    for (const auto& input : from)
       sent.push_back(staged(input));
     auto own = sent.size() == 1 ? sent[0] : at::cat(sent);
     auto all = host_bytes(own.numel());
@@ -460,7 +471,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::broadcast(
   const bool sends = options.rootRank == rank_;
   std::vector<at::Tensor> inputs, outputs;
   (sends ? inputs : outputs).push_back(tensor);
-  return launch(c10d::OpType::BROADCAST, inputs, outputs, options.asyncOp, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::BROADCAST, inputs, outputs, options.asyncOp, [=, this](Works& works) -> Arrive {
     std::vector<at::Tensor> moved{sends ? staged(tensor) : host_bytes(bytes_of(tensor))};
     if (moved[0].numel() != 0)
       works.push_back(gloo_->broadcast(moved, options));
@@ -526,7 +537,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::gather(
   whole_communicator();
   if (options.rootRank == rank_)
     return gather_into(c10d::OpType::GATHER, outputs.at(0), inputs.at(0), options.asyncOp);
-  return launch(c10d::OpType::GATHER, inputs, {}, options.asyncOp, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::GATHER, inputs, {}, options.asyncOp, [=, this](Works& works) -> Arrive {
     auto own = staged(inputs[0]);
     auto all = host_bytes(own.numel() * size_);
     if (own.numel() != 0)
@@ -543,7 +554,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::scatter(
   const bool sends = options.rootRank == rank_;
   return launch(
       c10d::OpType::SCATTER, sends ? inputs.at(0) : std::vector<at::Tensor>{}, outputs, options.asyncOp,
-      [&](Works& works) -> Arrive {
+      [=, this](Works& works) -> Arrive {
         const auto bytes = bytes_of(outputs[0]);
         std::vector<at::Tensor> received{host_bytes(bytes)};
         std::vector<std::vector<at::Tensor>> sent;
@@ -593,7 +604,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::alltoall_base(
   whole_communicator();
   check(output, false);
   check(input, false);
-  return launch(c10d::OpType::ALLTOALL_BASE, {input}, {output}, options.asyncOp, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::ALLTOALL_BASE, {input}, {output}, options.asyncOp, [=, this](Works& works) -> Arrive {
     const auto row = [](const at::Tensor& tensor) {
       return tensor.numel() == 0 ? 0 : bytes_of(tensor) / tensor.size(0);
     };
@@ -613,7 +624,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::alltoall(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
   Entry entry;
   whole_communicator();
-  return launch(c10d::OpType::ALLTOALL, inputs, outputs, options.asyncOp, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::ALLTOALL, inputs, outputs, options.asyncOp, [=, this](Works& works) -> Arrive {
     std::vector<at::Tensor> sent;
     std::vector<int64_t> in_bytes, out_bytes;
     std::vector<std::pair<void*, int64_t>> places;
@@ -645,7 +656,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::send(std::vector<at::Tensor>& tensor
   Entry entry;
   coalescing_ ? whole_communicator() : pair_communicator(peer);
   check(tensors.at(0), false);
-  return launch(c10d::OpType::SEND, tensors, {}, true, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::SEND, tensors, {}, true, [=, this](Works& works) -> Arrive {
     std::vector<at::Tensor> sent{staged(tensors[0])};
     if (sent[0].numel() != 0)
       works.push_back(gloo_->send(sent, peer, tag));
@@ -657,7 +668,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::recv(std::vector<at::Tensor>& tensor
   Entry entry;
   coalescing_ ? whole_communicator() : pair_communicator(peer);
   check(tensors.at(0), false);
-  return launch(c10d::OpType::RECV, {}, tensors, true, [&](Works& works) -> Arrive {
+  return launch(c10d::OpType::RECV, {}, tensors, true, [=, this](Works& works) -> Arrive {
     std::vector<at::Tensor> received{host_bytes(bytes_of(tensors[0]))};
     if (received[0].numel() != 0)
       works.push_back(gloo_->recv(received, peer, tag));

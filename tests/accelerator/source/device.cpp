@@ -587,6 +587,7 @@ void start_capture() {
   auto& state = State::get();
   TORCH_CHECK(state.capture_origin == nullptr, "a capture is under way");
   state.counted.capture_errors.clear();
+  state.graph.clear();
   state.capture_origin = &state.current();
   state.capture_origin->capturing = true;
 }
@@ -605,6 +606,15 @@ void end_capture() {
     stream->capturing = false;
   }
   state.capture_origin = nullptr;
+}
+
+void replay() {
+  Entry entry;
+  auto& state = State::get();
+  auto& stream = state.current();
+  state.host_wait(stream.clock, state.site("replay", kHost)); // all that it reads has landed
+  for (const auto& launched : state.graph)
+    launched();
 }
 
 } // namespace emulated

@@ -116,6 +116,11 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (!to_host || pinned)
     touch_all(target, true, &stream, site);
   at::AutoDispatchBelowADInplaceOrView below;
+  if (state.capture_origin != nullptr)
+    state.graph.push_back([from, to] {
+      at::AutoDispatchBelowADInplaceOrView below;
+      to.copy_(from);
+    });
   const bool blocks = (to_host && !(non_blocking && pinned)) || (from_host && !non_blocking);
   if (blocks) {
     state.host_wait(stream.clock, state.site(to_host ? "copy to the host" : "copy from the host", kHost));

@@ -158,6 +158,8 @@ class Call {
   }
 
   void run(const c10::OperatorHandle& handle) {
+    const auto given = static_cast<int64_t>(stack_->size() - begin_);
+    const torch::jit::Stack arguments(stack_->end() - given, stack_->end());
     {
       at::AutoDispatchBelowADInplaceOrView below;
       c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -171,9 +173,28 @@ class Call {
     const auto first = stack_->size() - count;
     for (size_t index = 0; index < count; ++index)
       result((*stack_)[first + index]);
+    if (state_.capture_origin != nullptr && !operation_.views)
+      state_.graph.push_back([handle, arguments, made = made_] { again(handle, arguments, made); });
   }
 
  private:
+  // The kernel on the same memory, and its new tensors where they were when it was captured.
+  static void again(
+      const c10::OperatorHandle& handle, torch::jit::Stack stack, const std::vector<std::pair<size_t, at::Tensor>>& made) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    handle.callBoxed(&stack);
+    std::vector<at::Tensor> results;
+    for (const auto& value : stack) {
+      if (value.isTensor())
+        results.push_back(value.toTensor());
+      else if (value.isTensorList())
+        for (const at::Tensor& tensor : value.toTensorList())
+          results.push_back(tensor);
+    }
+    for (const auto& [index, host] : made)
+      copy_bytes(host, results.at(index));
+  }
+
   // Where it runs: on the device of its first tensor there, or on the one that it is to make tensors on.
   std::optional<c10::Device> device() const {
     for (auto value = stack_->begin() + static_cast<int64_t>(begin_); value != stack_->end(); ++value) {
@@ -285,6 +306,7 @@ class Call {
   }
 
   at::Tensor result(const at::Tensor& host) {
+    const auto index = results_++;
     if (!host.defined() || foreign_writes_.count(host.unsafeGetTensorImpl()) != 0)
       return host;
     if (host.is_sparse()) {
@@ -311,6 +333,7 @@ class Call {
     auto made = empty_like_host(host);
     copy_bytes(made, host);
     touch_all(made, true, &stream_, site_);
+    made_.emplace_back(index, on_host(made));
     return made;
   }
 
@@ -332,6 +355,8 @@ class Call {
   c10::OptionalDeviceGuard guard_;
   StreamState& stream_;
   SitePtr site_;
+  size_t results_ = 0;
+  std::vector<std::pair<size_t, at::Tensor>> made_; // results by number, on memory of the device
   std::vector<Argument> arguments_, sparse_; // indices and values of sparse ones are arguments, too
   std::unordered_set<const void*> foreign_writes_; // CPU tensors that the operation writes to
   bool foreign_ = false, boolean_index_ = false, fills_ = false;

@@ -155,6 +155,8 @@ class State {
   bool late_delivery = true;
   bool stacks = true;
   StreamState* capture_origin = nullptr;
+  // What the last capture has launched, by addresses: the memory of a graph's tensors is whoever's has it at a replay.
+  std::vector<std::function<void()>> graph;
 
  private:
   State();
@@ -178,6 +180,7 @@ bool is_pinned(const void* pointer);
 bool has_pinned();
 void start_capture();
 void end_capture();
+void replay();
 
 // Byte ranges that a tensor covers: its dense runs, or their common range if they are many.
 std::vector<Range> ranges(const at::Tensor& tensor);
