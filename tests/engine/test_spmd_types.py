@@ -119,6 +119,8 @@ def test_parity(rank: Rank, shape: str, checked: bool) -> None:
         unit.set_gradient_divide_factor(1.0)
     with spmd.set_current_mesh(mesh), checker.typecheck() if checked else contextlib.nullcontext():
         spmd.assert_type(mine, {name: spmd.I if name == "tp" else spmd.V for name in names})
+        model.blocks[0].unshard(async_op=True).wait()
+        model.blocks[0].reshard()
         with record() as recorded:
             losses = train(model, mine, [mesh.get_group(name) for name in names if name != "tp"])
     expected = train(reference, x)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
-    ReduceOp,
     ReduceScatterOptions,
-    _make_nccl_premul_sum,
 )
 
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, issue_all

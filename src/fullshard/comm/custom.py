@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch.distributed import ReduceOp
 
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, WrappingTransport, issue_all
 from fullshard.comm.collective import Scaled

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch.distributed import ReduceOp
 
 from fullshard.comm.collective import all_gather_base, reduce_scatter_base
 from fullshard.comm.custom import AllGather, ReduceScatter

@@ -23,6 +23,7 @@ from fullshard.comm import (
     Transport,
 )
 from fullshard.engine.ownership import holders_of, holding, nested_units, units_of
+from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.engine.runtime import Runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
@@ -77,6 +78,7 @@ class FSDPModule(ShardedModule):
             return outside_graph(_call_module, recursive=False)(self, args, kwargs)
         return _run_unsharded(self, super().__call__, args, kwargs)
 
+    @unchecked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters of this unit and register the unsharded ones.
 
@@ -113,6 +115,7 @@ class FSDPModule(ShardedModule):
         handle.wait()
         return None
 
+    @unchecked
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit and register the sharded ones.
 
@@ -246,6 +249,7 @@ class FSDPModule(ShardedModule):
             )
         settings.finalized_by_caller = enabled
 
+    @unchecked
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since the last call: reduce what is left to be reduced, and wait for ``.grad``.
 
@@ -747,6 +751,7 @@ class UnshardHandle:
         self._unit = unit
         runtime_of(unit).begin_user_unshard(unit)
 
+    @unchecked
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. No-op if called again."""
         if self._unit is not None:
@@ -763,6 +768,7 @@ class GradientReductionHandle:
         self._runtime = runtime
         self._begun = None if runtime is None else runtime.begin_finalization()
 
+    @unchecked
     def wait(self) -> None:
         """Wait until ``.grad`` of all parameters is complete. No-op if called again.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
@@ -356,7 +356,8 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
             dist.init_process_group()
         else:  # a plain `python script.py` without torchrun: a single rank
             dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
+    assert group is not None
     kind = device_type or device_type_of(group)
     return mesh_once(group, kind, lambda: init_device_mesh(kind, (group.size(),)))
 

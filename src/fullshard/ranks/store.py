@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from fullshard.errors import FullshardError
 from fullshard.progress import PROGRESS

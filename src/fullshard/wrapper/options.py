@@ -233,7 +233,8 @@ def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
             f"and {local} on this machine; pass device_mesh=init_device_mesh(type, (machines, ranks_per_machine))"
         )
     shape = (ranks // local, local)
-    group, key = dist.distributed_c10d._get_default_group(), (world.device_type, shape)
+    group, key = dist.group.WORLD, (world.device_type, shape)
+    assert group is not None
     return mesh_once(group, key, lambda: init_device_mesh(world.device_type, shape, mesh_dim_names=AXES))
 
 

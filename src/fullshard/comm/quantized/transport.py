@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllToAllOptions
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from fullshard.comm.base import (
     Collective,

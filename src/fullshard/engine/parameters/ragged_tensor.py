@@ -258,14 +258,14 @@ class RaggedDTensor(DTensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its graph. Assigned, one of the same placements gives its local tensor."""
-        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, RaggedDTensor) and value._spec == self._spec:
             self._local_tensor = value._local_tensor.detach()
         else:
-            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- distributed checkpoint
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ReduceOp
+from torch.distributed import ReduceOp
 
 from fullshard.planning.simulation.clocks import Device, Passage
 from fullshard.planning.simulation.network import Network
@@ -48,7 +48,7 @@ class ModelledLaunch:
                 fill()
 
 
-class ModelledWork(dist._Work):  # type: ignore[misc, name-defined]
+class ModelledWork(dist.Work):
     """One launch in flight. It keeps the tensors alive until it goes."""
 
     _device: Device
@@ -86,7 +86,7 @@ class ModelledWork(dist._Work):  # type: ignore[misc, name-defined]
         return future
 
 
-class _Deferred(dist._Work):  # type: ignore[misc, name-defined]
+class _Deferred(dist.Work):
     """A collective inside a group call, whose end is known once that is over."""
 
     work: ModelledWork | None
