@@ -138,8 +138,13 @@ def _destroy_groups(rank: Rank) -> None:
         kept.update(mesh.get_all_groups())
     for group in tuple(kept) if groups is not None else ():
         kept.update(groups.record_of(group).parts.values())
-    for group in set(distributed_c10d._world.pg_map) - kept:
+    gone = set(distributed_c10d._world.pg_map) - kept
+    for group in gone:
         dist.destroy_process_group(group)
+    if gone and "torch.distributed.tensor" in sys.modules:  # its caches give equal meshes, of groups that are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _call(job: Job, rank: Rank, compiled: Path) -> Any:
