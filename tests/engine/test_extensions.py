@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from packed_tensor import (
     CASTS,
     Adapted,
@@ -32,6 +33,7 @@ from compare import assert_close, assert_equal
 from front_ends import AFTER_ADAM, CLOSE
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
+from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import unit_of
 from models import Mlp, assert_at_rest, batch, reference_backward, square_loss
 from pairwise import each_value
@@ -438,6 +440,71 @@ def test_outputs_that_are_released(rank: Rank) -> None:
         assert_at_rest(model)
     assert_equal(trained[0][0], trained[1][0], "weights")
     assert trained[0][1] == trained[1][1]
+
+
+class OfThePass(CastWeight):
+    """Travels as int8 with a scale for each row: rounded down for forward, and up for backward."""
+
+    seen: list[int]  # bytes that the bucket holds when everything has arrived
+    held: Any
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        scale = self.inner.abs().amax(1, keepdim=True) / 100
+        rounded = (torch.ceil if in_backward() else torch.floor)(self.inner / scale)
+        return (rounded.to(torch.int8), scale), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        codes, scale = outputs
+        self.seen.append(self.held())
+        full = codes.to(dtype) * scale
+        if out is None:
+            return full, (full,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(full)
+        return None
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+@on_ranks(2)
+def test_other_values_for_backward(rank: Rank) -> None:
+    """Each pass gets its own representation: exactly its bytes travel, and they have memory until it is made."""
+    torch.manual_seed(0)
+    values = [torch.randn(8, 6), torch.randn(6, 8)]
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    for layer, value in zip(model, values, strict=True):
+        layer.weight = nn.Parameter(OfThePass(value.clone()))
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=rank.mesh)
+    sizes, seen = [(8 * 6, 8 * 4), (6 * 8, 6 * 4)], []  # bytes of codes and scales
+    for layer in model:
+        (bucket,), local = unit_of(layer).buckets, layer.weight._local_tensor
+        local.seen, local.held = seen, lambda bucket=bucket: bucket.allocated_bytes
+    x = batch(rank.rank, 0, 4, 6).requires_grad_()
+    with record() as recorded:
+        out = model(x)
+        left = [unit_of(layer).buckets[0].allocated_bytes for layer in model]
+        out.square().sum().backward()
+    gathered = [2 * each.nbytes for each in recorded if each.kind == "all_gather"]  # of two ranks
+    assert gathered == [nbytes for pair in [*sizes, *reversed(sizes)] for nbytes in pair]
+    assert seen == [sum(pair) for pair in [*sizes, *reversed(sizes)]] and left == [0, 0]
+
+    def as_seen(value: torch.Tensor, rounded: Any) -> torch.Tensor:
+        scale = value.abs().amax(1, keepdim=True) / 100
+        return rounded(value / scale) * scale
+
+    (first, second), (first_back, second_back) = ([as_seen(v, r) for v in values] for r in (torch.floor, torch.ceil))
+    hidden = x.detach() @ first.T
+    of_hidden = 2 * hidden @ second.T @ second_back
+    assert_close(x.grad, of_hidden @ first_back, "gradient of the input", **CLOSE)
+    expected = of_hidden.T @ x.detach()
+    dist.all_reduce(expected)
+    assert_close(model[0].weight.grad.full_tensor(), expected / 2, "gradient of a weight", **CLOSE)
+    assert_at_rest(model)
 
 
 @on_ranks(2)
