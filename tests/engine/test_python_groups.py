@@ -135,7 +135,7 @@ class _Doubling(dist.ProcessGroup):
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # names before torch 2.13
 
 
-@on_ranks(1)
+@on_ranks(1, fresh=True)  # torch cannot destroy such a group, as the next body would
 def test_a_group_written_in_python(rank: Rank) -> None:
     """A back end that a program has registered, and that implements nothing but the collectives, is used.
 
