@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compare import assert_close, assert_equal
-from fullshard import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fullshard import (
+    DataParallelMeshDims,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    replicate,
+)
 from fullshard.comm import record
 from ranks import Rank, on_ranks
 
@@ -204,3 +211,18 @@ def test_refused(rank: Rank) -> None:
         spmd.assert_type(module.weight, {"tp": spmd.R})
     with pytest.raises(ValueError, match=r"weight: annotated with spmd_types on .* call fully_shard within"):
         fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    for refused in (fully_shard, replicate, lambda each, mesh: FullyShardedDataParallel(each, device_mesh=mesh)):
+        with pytest.raises(ValueError, match=r"weight: annotated .* expected fully_shard\(mesh=..., dp_mesh_dims="):
+            refused(module, mesh=mesh["dp"])
+    cube = init_device_mesh(rank.device.type, (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    types = {"dp": spmd.R, "ep": spmd.V, "tp": spmd.V}
+    for order, fits in ((("ep", "tp"), True), (("tp", "ep"), False)):
+        module = nn.Linear(4, 4, bias=False)
+        with spmd.set_current_mesh(cube):
+            spmd.assert_type(module.weight, types, partition_spec=spmd.PartitionSpec(order, None))
+        if fits:
+            fully_shard(module, mesh=cube, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+            assert module.weight.shape == (16, 4)
+        else:
+            with pytest.raises(ValueError, match=r"weight: expected axes that shard one dim in the order of the mesh"):
+                fully_shard(module, mesh=cube, dp_mesh_dims=DataParallelMeshDims(shard="dp"))

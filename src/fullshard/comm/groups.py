@@ -15,8 +15,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 
 from fullshard.comm.hosts import RelayThread, Routes
 
@@ -76,10 +78,8 @@ def part_of(
     if key not in record.parts or record.parts[key] not in distributed_c10d._world.pg_map:  # destroyed since
         world = dist.group.WORLD
         assert world is not None
-        # A world bound to a device splits communicators off its own, in which all of its ranks have to take part. The
-        # count is in the names of the program's groups: from torch 2.14 on, groups that some ranks make advance it too.
+        # A world bound to a device splits communicators off its own, in which all of its ranks have to take part.
         bound, world.bound_device_id = world.bound_device_id, None
-        count = distributed_c10d._world.group_count
         record.made[key] += 1  # also if that fails: what it left in the store is not met again
         try:
             with _name_of_next_group(f"{group.group_name} {key} {record.made[key]}"):
@@ -92,7 +92,6 @@ def part_of(
                 )
         finally:
             world.bound_device_id = bound
-            distributed_c10d._world.group_count = count
     return record.parts[key]
 
 
@@ -100,6 +99,9 @@ def part_of(
 # A group that only its members make is found by its name, which c10d makes of its ranks and of how many groups a rank
 # is in. So ranks that are in different numbers of groups, because one of them logs or holds an expert, would wait for
 # each other under different names. Parts are named after the group that they are a part of, which all members know.
+# From torch 2.14 on c10d counts groups that only members make, too, and names the program's groups by that count: parts,
+# which some ranks may make and others not, are taken out of it again.
+_COUNTED = TorchVersion(torch.__version__) >= "2.14"
 _name: ContextVar[str | None] = ContextVar("fullshard_name_of_next_group", default=None)
 
 
@@ -111,7 +113,10 @@ def _name_of_next_group(name: str) -> Iterator[None]:
 
         def hashed(ranks: list[int]) -> str:
             wanted = _name.get()
-            return usual(ranks) if wanted is None else hashlib.sha1(wanted.encode(), usedforsecurity=False).hexdigest()
+            if wanted is None:
+                return usual(ranks)
+            distributed_c10d._world.group_count -= _COUNTED  # c10d adds one right after this
+            return hashlib.sha1(wanted.encode(), usedforsecurity=False).hexdigest()
 
         hashed.by_fullshard = True  # type: ignore[attr-defined]
         distributed_c10d._hash_ranks_to_str = hashed

@@ -124,8 +124,8 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state, or a fraction of them, in
             CPU memory. None: no offloading.
         ignored_params: Parameters that are not sharded, moved or reduced.
-        dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``, or plain
-            tensors that are annotated with spmd_types on it.
+        dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``, or
+            plain tensors that are annotated with spmd_types on it.
         layout: "per_parameter": each parameter is cut over the ranks by itself. "ragged": all parameters of the unit
             lie in one buffer that is cut into equal slices, so that one collective without copies all-gathers them;
             each is a ``RaggedDTensor``. DTensors, tensor subclasses with all-gather hooks, and parameters for which

@@ -240,13 +240,13 @@ def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
         cut = dim if parameter.ndim else None
         try:
-            if own is None and own_mesh.whole is not None:
+            if own is None:
                 types = SpmdTypes.of(parameter, own_mesh.whole)
                 if types is not None:
                     shape, stride = types.spec.shape, types.spec.stride
                     return ParameterPlacement(own_mesh, cut, shape, stride, types.spec, types)
-                own_mesh = _mesh_of_plain(own_mesh, own_mesh.whole)
-            if own is None:
+                if own_mesh.whole is not None:
+                    own_mesh = _mesh_of_plain(own_mesh, own_mesh.whole)
                 return ParameterPlacement.of_plain(own_mesh, cut, parameter.shape, parameter.stride())
             return ParameterPlacement(own_mesh, cut, parameter.shape, tuple(parameter.stride()), own)
         except ValueError as error:

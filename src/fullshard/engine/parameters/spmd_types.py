@@ -81,6 +81,7 @@ class SpmdTypes:
         checked = _checked_axes(annotated, [*data, *axes.values()])
         self._types = {axis: annotated.get(axis, package.R) for axis in checked}
         if self._partition_spec is not None:
+            _check_order(self._partition_spec, list(axes.values()))
             annotated |= importlib.import_module("spmd_types.types").partition_spec_to_shard_types(self._partition_spec)
         for axis, kind in annotated.items():
             if data_axis is not None and axis <= data_axis:
@@ -94,14 +95,35 @@ class SpmdTypes:
         self.spec = DTensor.from_local(parameter.detach(), mesh, tuple(placements), run_check=False)._spec
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, whole: WholeMesh) -> SpmdTypes | None:
-        """Return the annotation of ``parameter``, None if it has none."""
+    def of(cls, parameter: torch.Tensor, whole: WholeMesh | None) -> SpmdTypes | None:
+        """Return the annotation of ``parameter``, None if it has none.
+
+        Args:
+            parameter: It.
+            whole: None: ``fully_shard`` got the data-parallel axes only.
+        """
         package = sys.modules.get("spmd_types")
-        return cls(parameter, whole) if package is not None and package.has_local_type(parameter) else None
+        if package is None or not package.get_local_type(parameter):
+            return None
+        if whole is None:
+            raise ValueError(
+                f"annotated with spmd_types on {list(package.get_local_type(parameter))}; its gradient may have to be "
+                "summed over an axis that is not data-parallel: expected fully_shard(mesh=..., dp_mesh_dims=...) with "
+                "the mesh of all axes, found the data-parallel ones only"
+            )
+        return cls(parameter, whole)
 
     def annotate(self, tensor: torch.Tensor) -> None:
         """Annotate the unsharded parameter, or another tensor that is replicated and sharded as it is."""
         sys.modules["spmd_types"].assert_type(tensor, self._types, partition_spec=self._partition_spec)
+
+
+def _check_order(spec: Any, axes: list[Any]) -> None:
+    """Raise ValueError if several axes shard a dim, but not in the order of the mesh, in which placements do."""
+    for entry in sys.modules["spmd_types"].normalize_partition_spec(spec):
+        several = [axes.index(axis) for axis in entry if axis in axes] if isinstance(entry, tuple) else []
+        if several != sorted(several):
+            raise ValueError(f"expected axes that shard one dim in the order of the mesh, {axes}, found {entry}")
 
 
 def _joined(axes: list[Any]) -> Any | None:
