@@ -99,8 +99,8 @@ def part_of(
 # A group that only its members make is found by its name, which c10d makes of its ranks and of how many groups a rank
 # is in. So ranks that are in different numbers of groups, because one of them logs or holds an expert, would wait for
 # each other under different names. Parts are named after the group that they are a part of, which all members know.
-# From torch 2.14 on c10d counts groups that only members make, too, and the count names the program's groups: parts, which
-# some ranks may make and others not, are taken out of it again.
+# From torch 2.14 on c10d counts groups that only members make, too, and the count names the program's groups. Parts,
+# which some ranks may make and others not, are taken out of it again.
 _COUNTED = TorchVersion(torch.__version__) >= "2.14"
 _name: ContextVar[str | None] = ContextVar("fullshard_name_of_next_group", default=None)
 
