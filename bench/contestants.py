@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 UNSHARDED, DDP, FSDP1, FSDP2, FULLSHARD = "unsharded", "ddp", "fsdp1", "fsdp2", "fullshard"
 RAGGED = "fullshard-ragged"  # fullshard with layout="ragged"
-IN_PLACE = f"{RAGGED}-in-place"  # which also writes weight gradients where they are sent
 FSDP1_FLAT, WRAPPER, WRAPPER_FLAT = "fsdp1-flat", "fullshard-wrapper", "fullshard-wrapper-flat"
 OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 # Where each finds its fully_shard and the policies that go with it.
@@ -86,7 +85,6 @@ class Contestant:
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
         kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered from forward to backward, told by hand.
-        in_place: Of fullshard: weight gradients are written where they are sent.
         quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
         ahead: Of fullshard: how many units may be prefetched, told by hand. 0: nothing is told.
     """
@@ -98,7 +96,6 @@ class Contestant:
     prefetch: str | None = None
     kept: int = 0
     keep_last: int = 0
-    in_place: bool = False
     quantized: str = ""
     ahead: int = 0
 
@@ -114,8 +111,7 @@ def _contestants() -> Iterator[Contestant]:
         for name in PREFETCHES if system in WRAPPING else ():
             with_prefetch = None if peer is None else f"{peer}-{name}"
             yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
-    for name in (RAGGED, IN_PLACE):
-        yield Contestant(name, FULLSHARD, {"FULLSHARD_LAYOUT": "ragged"}, peer=FSDP2, in_place=name == IN_PLACE)
+    yield Contestant(RAGGED, FULLSHARD, {"FULLSHARD_LAYOUT": "ragged"}, peer=FSDP2)
     yield Contestant(TWO_KEPT, FSDP2, peer=FSDP2, kept=KEPT_MEBIBYTES, keep_last=KEPT_UNITS)
 
 
@@ -216,7 +212,6 @@ def distribute(
     *,
     prefetch: str | None = None,
     keep_last: int = 0,
-    in_place: bool = False,
     quantized: str = "",
     ahead: int = 0,
     **options: Any,
@@ -231,7 +226,6 @@ def distribute(
         mode: FP32, BF16 (parameters gathered in bf16, gradients reduced in fp32), HSDP or OFFLOAD.
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
         keep_last: Of ``fully_shard``: how many of the last units stay gathered between forward and backward.
-        in_place: Of fullshard: write weight gradients where they are sent.
         quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
         ahead: Of fullshard: how many units may be prefetched. 0: as it comes.
         options: More that every unit gets.
@@ -249,8 +243,6 @@ def distribute(
             kept = {"reshard_after_forward": False} if index >= len(units) - keep_last else {}
             fully_shard(unit, **every, **kept)
         fully_shard(model, **every)
-        if in_place:
-            model.set_write_gradients_in_place(True)  # type: ignore[operator]
         if quantized:
             form = importlib.import_module(COMPOSABLE[system]).CommQuantization(quantized, "int8")
             model.set_comm_quantization(shard=form)  # type: ignore[operator]

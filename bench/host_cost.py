@@ -41,7 +41,6 @@ from bench.contestants import (
     FSDP1_FLAT,
     FSDP2,
     FULLSHARD,
-    IN_PLACE,
     PEER_WITH_SAME_FLAG,
     RAGGED,
     UNSHARDED,
@@ -58,7 +57,7 @@ from fullshard.comm import NcclTransport
 
 TITLE = "Host time per unit"
 PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, IN_PLACE, WRAPPER, WRAPPER_FLAT)
+SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
@@ -66,7 +65,7 @@ TINY, DIRECT = "tiny units", "nine direct parameters"
 # What fullshard may cost of FSDP2, by model and figure.
 TARGETS = {(TINY, "forward_backward"): 0.25, (DIRECT, "forward_backward"): 0.35, (TINY, "step"): 0.30}
 # Who runs the second model.
-OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED, IN_PLACE)
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED)
 PARAMETERS, WIDTH = 9, 16
 
 Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
@@ -113,9 +112,8 @@ class Runner:
         self.inputs = torch.randn(1, WIDTH).to(self.device)
         contestant = CONTESTANTS[system]
         with mock.patch.dict(os.environ, contestant.environment):
-            kind_of_unit, in_place = type(model[0]), contestant.in_place
-            model = model.to(self.device)
-            self.model: nn.Module = distribute(contestant.system, model, kind_of_unit, self.device, in_place=in_place)
+            kind_of_unit, model = type(model[0]), model.to(self.device)
+            self.model: nn.Module = distribute(contestant.system, model, kind_of_unit, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         for _ in range(options.warmup_steps):
             self.step()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, IN_PLACE, OFFLOAD, RAGGED, WITHOUT_OURS, with_setting
+from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, OFFLOAD, RAGGED, WITHOUT_OURS, with_setting
 from bench.report import column, mebibytes
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
@@ -43,7 +43,7 @@ MODES = (
         steps_per_round=1,
     ),
     Measurement(OFFLOAD, "CPU offload policy, not pinned", NAMES),
-    Measurement("ragged", "fp32, both layouts of fullshard", (*NAMES, RAGGED, IN_PLACE)),
+    Measurement("ragged", "fp32, both layouts of fullshard", (*NAMES, RAGGED)),
 )
 
 
@@ -61,7 +61,7 @@ BENCHMARK = Benchmark(
         FINAL_LOSS,
     ),
     panel=("step time / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
-    shown=(FULLSHARD, RAGGED, IN_PLACE),
+    shown=(FULLSHARD, RAGGED),
     title="The modes",
     notes=lambda results: NOTES,
 )

@@ -97,7 +97,7 @@ class Trainer:
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
         cpu, model = torch.device("cpu"), GPT(self.shape)
         set_allocator(contestant)
-        chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "in_place", "quantized", "ahead")}
+        chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "quantized", "ahead")}
         self.model = distribute(contestant.system, model, Block, cpu, mode, **chosen)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
 

@@ -147,16 +147,6 @@ class Buffer:
             PROGRESS.note("memory", str(-self._nbytes))
         free_storage(self._storage, self._pool)
 
-    def leave(self) -> None:
-        """Leave the memory to the tensors on it, which no longer share it with this buffer; it is freed with them."""
-        if PROGRESS.traced is not None and self._storage.nbytes():
-            PROGRESS.note("memory", str(-self._nbytes))
-        self._flat = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._storage = self._flat.untyped_storage()
-        mark_freed_in_place(self._storage)
-        self._flat.set_(self._storage, 0, (self.numel,), (1,))
-        free_storage(self._storage, self._pool)
-
     @property
     def allocated_bytes(self) -> int:
         """Bytes allocated now: all or 0."""

@@ -313,17 +313,6 @@ class Transport:
         """
         return self.direct_bytes
 
-    def provides_memory(self, kind: Kind) -> bool:
-        """Say whether ``allocate`` returns memory, in which case ranks have to call it in the same order.
-
-        Args:
-            kind: Collective that the memory is for.
-
-        Returns:
-            True if it does; no built-in transport does.
-        """
-        return False
-
     def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return flat memory for the unsharded tensor of a packed operand, if the transport provides it.
 

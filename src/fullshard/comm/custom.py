@@ -155,17 +155,6 @@ class CustomTransport(WrappingTransport):
                 )
         self.custom_all_gather, self.custom_reduce_scatter = all_gather, reduce_scatter
 
-    def provides_memory(self, kind: Kind) -> bool:
-        """Say whether ``allocate`` returns memory.
-
-        Args:
-            kind: Collective that the memory is for.
-
-        Returns:
-            True for a collective that is replaced.
-        """
-        return (self.custom_all_gather if kind == "all_gather" else self.custom_reduce_scatter) is not None
-
     def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return memory from the custom object; None for a collective that is not replaced.
 

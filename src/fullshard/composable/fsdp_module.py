@@ -370,43 +370,6 @@ class FSDPModule(ShardedModule):
         for unit in units_at(self, recurse):
             unit.settings.reduction.zeros_for_missing = reduce_scatter_unused_params
 
-    def set_write_gradients_in_place(self, enable: bool, *, recurse: bool = True) -> None:
-        """Set whether backward writes weight gradients of Linear layers straight into the reduce-scatter's buffer.
-
-        For units with ``layout="ragged"``, whose gradients are otherwise copied into one buffer. It applies to the
-        weights of ``torch.nn.Linear`` layers wherever ``torch.nn.functional.linear`` is called with them, except in
-        autocast, ``torch.compile``, ``torch.func`` transforms and backward passes that create a graph, and if a custom
-        reduce-scatter brings memory of its own. All other gradients are copied as before. Gradients have the same bits.
-        A gradient that a hook keeps holds the memory of all gradients of its unit.
-
-        Args:
-            enable: Write gradients in place. Default: False.
-            recurse: Set it for all nested units as well.
-
-        Raises:
-            ValueError: If an argument is not a bool, or a unit has another layout or reduces gradients in another dtype
-                than it computes them in.
-            FullshardError: If a unit is in the middle of a step, or has gradients that have not been reduced.
-        """
-        api = "set_write_gradients_in_place"
-        check_bool(api, enable)
-        units = units_at(self, recurse)
-        for unit in units:
-            if not unit.is_idle:
-                raise FullshardError(
-                    f"{api}: unit {unit.described} is in the middle of its {unit.phase.value}; call it between steps"
-                )
-            unit.check_no_unreduced_gradients()
-            if enable and unit.gradients.never_in_place:
-                raise ValueError(
-                    f"{api}: unit {unit.described} cannot do that: {unit.gradients.never_in_place}; use "
-                    "fully_shard(..., layout='ragged') and a MixedPrecisionPolicy with equal param_dtype and "
-                    "reduce_dtype, or call it for single units with recurse=False"
-                )
-        for unit in units:
-            unit.settings.reduction.in_place = enable
-            unit.gradients.write_in_place(enable)
-
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many units may keep unsharded gradients for their reduce-scatter during backward.
 

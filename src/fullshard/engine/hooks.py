@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function, Variable, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -56,8 +55,6 @@ __all__ = [
     "differentiable",
     "end_saved_tensor_hooks",
     "in_backward",
-    "linear",
-    "may_differentiate_linear",
     "may_hook_saved_tensors",
     "outside_transforms",
     "register_post_backward",
@@ -207,82 +204,6 @@ def differentiable(
 ) -> Any:
     """Return ``forward(value)``, which ``backward`` turns a gradient of into one of ``value``."""
     return _Differentiable.apply(value, forward, backward)  # type: ignore[no-untyped-call]
-
-
-class _Linear(Function):
-    """``F.linear`` whose backward writes the gradient of the weight into memory that it is given."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        place: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        # As torch: the weight only for the gradient of the inputs.
-        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
-        ctx.set_materialize_grads(False)
-        ctx.place, ctx.shape = place, weight.shape
-        with torch._C.DisableTorchFunctionSubclass():
-            return F.linear(inputs, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        of_inputs = of_weight = of_bias = None
-        if gradient is None:
-            return None, None, None, None
-        (inputs, weight), (out_features, in_features) = ctx.saved_tensors, ctx.shape
-        rows = gradient.reshape(-1, out_features)
-        with torch._C.DisableTorchFunctionSubclass():
-            if ctx.needs_input_grad[0]:
-                of_inputs = rows.mm(weight).view(inputs.shape)
-            columns, flat = rows.t(), inputs.reshape(-1, in_features)
-            place = ctx.place() if _may_write(gradient, ctx.next_functions[1][0]) else None
-            of_weight = columns.mm(flat) if place is None else torch.mm(columns, flat, out=place)
-            if ctx.needs_input_grad[2]:
-                of_bias = rows.sum(0)
-        return of_inputs, of_weight, of_bias, None
-
-
-def _may_write(gradient: torch.Tensor, node: Any) -> bool:
-    """True if the pass that runs now gives what is computed for ``node`` to ``.grad`` alone.
-
-    Not in autocast, which casts the operands of products, but not of those with ``out=``.
-    """
-    if torch.is_grad_enabled() or type(gradient) is not torch.Tensor:
-        return False
-    if torch.is_autocast_enabled(gradient.device.type):
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad returns it to its caller
-        return False
-
-
-def linear(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Callable[[], torch.Tensor | None]
-) -> torch.Tensor:
-    """Return ``F.linear(inputs, weight, bias)``, with a backward that can write the weight's gradient where it is sent.
-
-    Args:
-        inputs: Shape (..., columns of ``weight``), in the dtype of ``weight``.
-        weight: A leaf that requires a gradient.
-        bias: Of the same dtype, or None.
-        place: Called in backward: returns memory in the shape and dtype of ``weight``, or None for a new tensor.
-    """
-    return _Linear.apply(inputs, weight, bias, place)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def may_differentiate_linear(inputs: Any, weight: torch.Tensor, bias: Any) -> bool:
-    """True if ``linear`` gives what ``F.linear`` would: outside of compiled code, transforms and autocast."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad or not weight.numel():
-        return False
-    if type(inputs) is not torch.Tensor or inputs.dim() < 2 or inputs.dtype is not weight.dtype:
-        return False
-    if bias is not None and bias.dtype is not weight.dtype:
-        return False
-    return not transforms_run() and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def register_post_backward(

@@ -556,8 +556,6 @@ class Runtime:
         """Begin the backward of one call of ``unit``: note what it comes to, and prefetch what runs backward after."""
         self.prefetcher.used(unit)  # also if it is not unsharded in backward
         unit.awaits_backward = False
-        reduced = unit.settings.requires_gradient_sync and not self.creates_graph
-        unit.gradients.take(unit.settings.reduction, reduced=reduced)
         if self._open_forwards and unit.is_unsharded and unit.gradients.are_coming:
             for other in self.units():  # see [Note: Steps inside a forward]
                 if other.phase is Phase.FORWARD:

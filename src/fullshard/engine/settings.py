@@ -135,7 +135,6 @@ class ReductionSettings:
     divide_factor: float | None = None  # None: the number of ranks, so that gradients are means
     force_sum: bool = False
     zeros_for_missing: bool = False
-    in_place: bool = False  # see [Note: Gradients written in place]
     max_in_flight: int = 1  # launches whose unsharded gradients may wait; the largest of any unit counts for the root
     hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: Stream | None = None

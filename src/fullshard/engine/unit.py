@@ -175,7 +175,6 @@ class Unit:
         self.keep_storage(self.settings.keep_unsharded_storage)
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
         self.gradients = UnitGradients(self.parameters, self.buckets)
-        self.gradients.write_in_place(self.settings.reduction.in_place)
         tiny_bytes = max(self.mesh.transport.tiny_bytes, self.mesh.replica_transport.tiny_bytes)
         self.tiny = self.unsharded_bytes <= tiny_bytes
         self.registration.use_sharded()

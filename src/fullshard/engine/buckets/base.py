@@ -179,17 +179,6 @@ class Bucket:
         """Elements whose size decides if a parameter is quantized, and whose they are if not all its own."""
         return self.parameters[index].shape.numel, ""
 
-    @property
-    def never_in_place(self) -> str:
-        """Why gradients cannot be written in place; empty if they can, see [Note: Gradients written in place]."""
-        return "its parameters are cut one by one: large gradients are sent from where autograd computes them"
-
-    def write_gradients_in_place(self, enabled: bool) -> None:
-        """Have backward write weight gradients of Linear layers where they are sent, if possible, or no longer."""
-
-    def take_gradients(self, enabled: bool) -> None:
-        """At the beginning of a backward: messages take gradients, see [Note: Gradients written in place]; or none."""
-
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
@@ -341,12 +330,6 @@ class Bucket:
         """Forget gradients that were not reduced, or not over all axes."""
         self._has_unreduced_grads.clear()
         self.partial_reduce_output.drop()
-        self.drop_taken()
-
-    def drop_taken(self) -> None:
-        """Forget gradients that messages have taken: they are elsewhere by now, or of no use."""
-        for plan in self._plans.values():
-            plan.message.drop_taken()
 
     @property
     def plans(self) -> list[ReductionPlan]:

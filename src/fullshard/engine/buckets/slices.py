@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,6 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather, issue_all_gathers
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.linear_weight import is_linear_weight, write_in_place
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.reduction.plan import ReductionPlan
@@ -30,11 +27,10 @@ class SliceBucket(BufferBucket):
 
     layout: FlatLayout
     slice_parameters: Sequence[SliceParameter]  # the parameters, by their type
-    _writes_in_place: bool  # gradients, see [Note: Gradients written in place]
 
     def __init__(self, parameters: Sequence[SliceParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
-        self.slice_parameters, self._writes_in_place = parameters, False
+        self.slice_parameters = parameters
         values = [value_of(parameter.sharded) for parameter in parameters]
         self.layout = self._cut_before() or self._make_layout(
             min(values[0].dtype.itemsize, storage.param_dtype.itemsize)
@@ -118,45 +114,6 @@ class SliceBucket(BufferBucket):
             work.wait()
         return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
 
-    # ---------------------------------------------------------------- [Note: Gradients written in place]
-
-    @property
-    def never_in_place(self) -> str:
-        """Why gradients cannot be written in place; empty if they can."""
-        computed, reduced = self.storage.param_dtype, self.storage.reduce_dtype
-        return "" if computed is reduced else f"it computes gradients in {computed} and reduces them in {reduced}"
-
-    def write_gradients_in_place(self, enabled: bool) -> None:
-        """Have backward write weight gradients of Linear layers where they are sent, if possible, or no longer."""
-        enabled = enabled and not self.never_in_place
-        if enabled is not self._writes_in_place:
-            self._writes_in_place, self._plans = enabled, {}
-            if self._made:
-                self._mark_linear_weights()
-
-    def _make_unsharded(self) -> None:
-        super()._make_unsharded()
-        self._mark_linear_weights()
-
-    def _mark_linear_weights(self) -> None:
-        if self.mesh.world_size == 1:
-            return
-        for index, parameter in enumerate(self.parameters):
-            if is_linear_weight(parameter):
-                place = partial(_place_in, weakref.ref(self), index) if self._writes_in_place else None
-                write_in_place(parameter, place)
-
-    def take_gradients(self, enabled: bool) -> None:
-        """At the beginning of a backward: the message takes gradients; or none."""
-        if self._writes_in_place:
-            enabled = enabled and not self.mesh.transport.provides_memory("reduce_scatter")
-            self._plan_of(self._all).message.take_gradients(enabled)
-
-    def place_of_gradient(self, index: int) -> torch.Tensor | None:
-        """Memory for the gradient of a parameter in the message; None if it takes none at the moment."""
-        plan = self._plans.get(self._all)
-        return None if plan is None else plan.message.place_of(index, self.parameters[index].shape)
-
     # ---------------------------------------------------------------- reduce
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
@@ -167,16 +124,9 @@ class SliceBucket(BufferBucket):
         return tuple(range(len(self.parameters)))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        takes = self._writes_in_place
-        return plan_slices(parameters, self.mesh, self.storage, self.layout, self.handle, takes_gradients=takes)
+        return plan_slices(parameters, self.mesh, self.storage, self.layout, self.handle)
 
     def _make_all_gather(
         self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
     ) -> FlatAllGather:
         return FlatAllGather(layout.slice_numel, shard, unsharded, transport)
-
-
-def _place_in(bucket: weakref.ref[SliceBucket], index: int) -> torch.Tensor | None:
-    """Memory for a gradient in the message of ``bucket``, to which unsharded parameters must not hold on."""
-    found = bucket()
-    return None if found is None else found.place_of_gradient(index)

@@ -51,7 +51,6 @@ class GradReduction:
     _partial_reduce_output: PartialReduceOutput  # of the bucket: where shards are kept that are not all-reduced now
     _earlier: ShardedGradients | None  # that are all-reduced together with these
     _inputs: Gradients
-    _in_place: frozenset[int]  # gradients that backward has written into the message
     _pieces: Sequence[torch.Tensor]  # of the first tensor of shards: what operands are reduced into
     _operands: list[Operand]
     _packed: list[Operand]  # those of them that are the message
@@ -73,7 +72,6 @@ class GradReduction:
         self._partial_reduce_output = partial_reduce_output
         self.all_reduced_later, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
         present = [gradient is not None for gradient in gradients]
-        self._in_place = plan.message.end_taking(gradients, self)
         self._inputs = plan.inputs(gradients, writable=plan.reduces_in_place or terms.scatter.before != 1)
         self._earlier = partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
@@ -95,7 +93,6 @@ class GradReduction:
         self._transport_memory = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
         if self._transport_memory is None:
             message.allocate()
-        assert self._transport_memory is None or not self._in_place, "Transport.provides_memory has to say so"
         self._packed = self.plan.packed_operands(self._pieces, self._memory)
         self._operands += self._packed
 
@@ -109,10 +106,10 @@ class GradReduction:
     def copy_in(self) -> None:
         """Pack gradients; on the compute stream, which made them and uses their memory again."""
         if self._packed or self.plan.reduces_in_place:
-            if (self.terms.hook is not None or self.plan.zeroes_message) and not self._in_place:
+            if self.terms.hook is not None or self.plan.zeroes_message:
                 for operand in self._packed:
                     operand.unsharded.zero_()
-            self.plan.message.pack(self._inputs, self._memory, self._in_place)
+            self.plan.message.pack(self._inputs, self._memory)
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:

@@ -9,11 +9,10 @@ itself looks at it: if nobody had one, ``.grad`` stays None as in an unsharded r
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +25,7 @@ from fullshard.engine.parameters.placement import dtensor
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
-from fullshard.memory import Buffer, empty, free_storage
+from fullshard.memory import Buffer, empty
 
 __all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "ReductionMessage", "ReductionPlan"]
 
@@ -70,8 +69,7 @@ class PackedRows(NamedTuple):
 
 
 class ReductionMessage(Buffer):
-    """The packed gradients of all ranks. It has memory while a reduction is in flight, and from the first gradient on
-    that backward writes in its place, see [Note: Gradients written in place].
+    """The packed gradients of all ranks, which have memory while a reduction is in flight.
 
     Without a shard axis it is empty, and gradients are packed into the first tensor of shards.
     """
@@ -83,11 +81,6 @@ class ReductionMessage(Buffer):
     _copies: Sequence[PackCopy]  # what fills the rest of it
     _gaps: Sequence[View]  # what no copy fills and has to be zero
     _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
-    # See [Note: Gradients written in place].
-    _takes: bool  # backward may write gradients into it
-    _given: dict[int, ParameterShape]  # gradients that backward was given memory for
-    _references: int  # to the memory, when nobody but this object has any
-    _user: weakref.ref[Any] | None  # the last reduction that was given the message, which it has until reduce_scattered
 
     def __init__(
         self,
@@ -102,14 +95,9 @@ class ReductionMessage(Buffer):
         super().__init__(numel, dtype, device)
         self._rows, self._ranks, self._zeros = rows, ranks, {}
         self._copies, self._gaps = copies, gaps
-        self._takes, self._given, self._user = False, {}, None
-        self._make_tensors()
-        self.free()
-
-    def _make_tensors(self) -> None:
         self.whole = self.tensor(0, (self.numel,), (1,))
         self._places = self._places_in(self.whole) if self.numel else ([], [])
-        self._references = self.references
+        self.free()
 
     @property
     def packs_rows(self) -> bool:
@@ -119,13 +107,12 @@ class ReductionMessage(Buffer):
     def _places_in(self, memory: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [copy.target.on(memory) for copy in self._copies], [gap.on(memory) for gap in self._gaps]
 
-    def pack(self, inputs: Gradients, memory: torch.Tensor, in_place: frozenset[int] = frozenset()) -> None:
+    def pack(self, inputs: Gradients, memory: torch.Tensor) -> None:
         """Copy gradients, zeros for missing ones, and presence numbers into ``memory``: our own, or another one.
 
         Args:
             inputs: One gradient for each parameter, None where there is none, and the presence numbers.
             memory: As large as the message.
-            in_place: Gradients that lie there already.
         """
         if self._rows:
             self._pack_rows(inputs, memory)
@@ -135,7 +122,7 @@ class ReductionMessage(Buffer):
             gradient = inputs[copy.gradient]
             if gradient is None:
                 zeros.append(place)
-            elif copy.gradient not in in_place:
+            else:
                 targets.append(place)
                 sources.append(gradient if copy.source is None else copy.source.on(gradient))
         if zeros:
@@ -158,71 +145,6 @@ class ReductionMessage(Buffer):
             for each, gradient in zip(self._rows, packed, strict=True)
         ]
         torch._chunk_cat(parts, 0, self._ranks, out=memory.view(self._ranks, -1))
-
-    # ---------------------------------------------------------------- [Note: Gradients written in place]
-
-    def take_gradients(self, enabled: bool) -> None:
-        """Have backward write gradients into the message from now on, unless a reduction has it; or no longer."""
-        user = None if self._user is None else self._user()
-        self._takes = enabled and self.numel > 0 and (user is None or user.reduce_scattered)
-
-    def place_of(self, index: int, shape: ParameterShape) -> torch.Tensor | None:
-        """Memory for a gradient where it is sent; None if the message takes none, or has taken this one.
-
-        Args:
-            index: Of the parameter, whose copy is the one of the same index.
-            shape: Of the parameter.
-        """
-        if not self._takes or index in self._given:
-            return None
-        self.allocate()
-        self._given[index] = shape
-        return self.tensor(self._copies[index].target.offset, shape.shape, shape.stride)
-
-    def end_taking(self, gradients: Gradients, user: Any) -> frozenset[int]:
-        """Take no more gradients, and give the message to ``user``, a reduction of ``gradients``.
-
-        Returns:
-            The gradients that lie in their places. If anybody else refers to the memory, which is going to be freed,
-            it is left to them, and none does.
-        """
-        self._takes, self._user = False, weakref.ref(user)
-        if not self._given:
-            return frozenset()
-        own = self._storage._cdata
-        on_message = {i: g for i, g in enumerate(gradients) if g is not None and _storage_of(g) == own}
-        others = self.references - self._references - len(on_message)
-        in_place = all(self._lies_in_place(index, gradient) for index, gradient in on_message.items())
-        self._given.clear()
-        if in_place and not others:
-            return frozenset(on_message)
-        self.leave()
-        return frozenset()
-
-    def _lies_in_place(self, index: int, gradient: torch.Tensor) -> bool:
-        """True if a gradient on the memory of the message is the one that it took there, as it has to be sent."""
-        shape, target = self._given.get(index), self._copies[index].target
-        if shape is None or gradient.dtype is not self.dtype or gradient.storage_offset() != target.offset:
-            return False
-        if gradient.is_neg():
-            return False
-        return (tuple(gradient.shape), gradient.stride()) == (shape.shape, shape.stride)
-
-    def drop_taken(self) -> None:
-        """Take no more gradients, and forget those that were written; whoever refers to them keeps their memory."""
-        self._takes = False
-        if self._given:
-            self._given.clear()
-            if self.references > self._references:
-                self.leave()
-            else:
-                self.free()
-
-    def leave(self) -> None:
-        """Leave the memory to the tensors on it, and have new memory."""
-        super().leave()
-        self._make_tensors()
-        free_storage(self._storage, self._pool)
 
     def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""

@@ -35,8 +35,6 @@ def plan_slices(
     storage: Storage,
     layout: FlatLayout,
     handle: FlatParamHandle | None,
-    *,
-    takes_gradients: bool = False,
 ) -> ReductionPlan:
     """Plan the reduction of all parameters of a bucket; presence numbers are an operand of their own behind them.
 
@@ -46,12 +44,11 @@ def plan_slices(
         storage: Its dtypes and devices.
         layout: Where its parameters lie.
         handle: Of the visible flat parameter.
-        takes_gradients: Backward writes some gradients into the message: what is packed are copies of single ones.
     """
     ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0
-    together = ranks > 1 and mesh.transport.copies_columns and not takes_gradients
+    together = ranks > 1 and mesh.transport.copies_columns
     places, first = _rows(layout) if together else _copies(layout, communicates), parameters[0]
     shards = layout.shards(mesh.rank)
     locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]

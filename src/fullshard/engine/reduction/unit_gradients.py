@@ -38,8 +38,6 @@ class UnitGradients:
         self.accumulate_in_reduce_dtype()
         for parameter in self._parameters:
             parameter.writable_unreduced_gradient()  # who shares its memory may write to it before the next microbatch
-        for bucket in self._buckets:
-            bucket.drop_taken()
         self.note_trainable()
 
     def accumulate_in_reduce_dtype(self) -> None:
@@ -51,23 +49,6 @@ class UnitGradients:
         """Have the next reduction include parameters that are trainable now, also if they are frozen until then."""
         for bucket in self._buckets:
             bucket.note_trainable()
-
-    @property
-    def never_in_place(self) -> str:
-        """Why none can be written in place; empty if some can, or there are none."""
-        reasons = [bucket.never_in_place for bucket in self._buckets]
-        return reasons[0] if reasons and all(reasons) else ""
-
-    def write_in_place(self, enabled: bool) -> None:
-        """Have backward write some where they are sent, or no longer, see [Note: Gradients written in place]."""
-        for bucket in self._buckets:
-            bucket.write_gradients_in_place(enabled)
-
-    def take(self, settings: ReductionSettings, *, reduced: bool) -> None:
-        """At the beginning of a backward: messages take gradients, if they are reduced after it."""
-        if settings.in_place:
-            for bucket in self._buckets:
-                bucket.take_gradients(reduced)
 
     @property
     def are_coming(self) -> bool:
