@@ -37,8 +37,6 @@ SOME_ON_ACCELERATOR := \
 		last_backward_at_the_end some_units_offload a_fraction) \
 	$(call of,engine/test_hsdp,interleavings microbatches_add_up_in_the_reduce_dtype) \
 	$(call of,engine/test_ragged,parameters_of_all_kinds subgroups) \
-	$(call of,optim/test_step_overlap,order same_bits writes_after_the_step \
-		wrapper gradients_land_in_inference_mode) \
 	$(call of,checkpoint/test_save_load,any_kind_continues_what_another_saved background_saves_use_the_same_memory_again) \
 	$(call of,training/test_copies_and_pickling,deepcopy) \
 	$(call of,test_tracing,a_trace what_a_trace_refuses)

@@ -57,7 +57,6 @@ CORE = (
     "tests/golden/test_golden_traces.py",
     "tests/optim/test_localize.py",
     "tests/optim/test_norms.py",
-    "tests/optim/test_step_overlap.py",
     "tests/training/test_compiling_and_functions.py",
     "tests/training/test_copies_and_pickling.py",
     "tests/training/test_caller_finalizes.py",

@@ -32,7 +32,7 @@ from fullshard import (
 )
 from fullshard.dropin import Installation, UnsupportedClientError
 from fullshard.errors import CheckpointError, FullshardError
-from fullshard.optim import Muon, localize, overlap
+from fullshard.optim import Muon, localize
 from fullshard.wrap import ModuleWrapPolicy, WrapPlan
 
 VERSION: str = fullshard.__version__
@@ -118,7 +118,7 @@ def batches(steps: int) -> Iterator[torch.Tensor]:
 def train(folder: Path, steps: int = 2) -> float:
     """Train, save, and load again."""
     model = sharded()
-    optimizer: torch.optim.AdamW = overlap(localize(torch.optim.AdamW(model.parameters(), lr=1e-3)), model)
+    optimizer: torch.optim.AdamW = localize(torch.optim.AdamW(model.parameters(), lr=1e-3))
     loss, norm = torch.zeros(()), torch.zeros(())
     with comm.record() as collectives:
         for batch in batches(steps):

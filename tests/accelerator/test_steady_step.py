@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import fullshard.optim
 from accelerator.races import Access, Counts, capture, count, replay
 from compare import assert_equal
 from front_ends import COMPOSABLE, ORIGINAL, build
@@ -49,7 +48,6 @@ MODELS: dict[str, Callable[[Rank], nn.Module]] = {
     "wrapper, SHARD_GRAD_OP": lambda rank: _wrapped(rank, strategy="SHARD_GRAD_OP"),
     "wrapper, NO_SHARD": lambda rank: _wrapped(rank, strategy="NO_SHARD"),
     "wrapper, bf16": lambda rank: _wrapped(rank, **ORIGINAL.precision(BF16, BF16)),
-    "overlapped optimizer": _composable,
     "offloaded": lambda rank: _composable(rank, offload_policy=CPUOffloadPolicy()),
 }
 
@@ -62,8 +60,6 @@ def _ours(accesses: list[Access]) -> list[Access]:
 def _steps(rank: Rank, kind: str) -> Counts:
     model = MODELS[kind](rank)
     foreach = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    if kind == "overlapped optimizer":
-        fullshard.optim.overlap(foreach, model)
     x = torch.randn(4, DIM)
 
     def step() -> None:

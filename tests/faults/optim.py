@@ -1,4 +1,4 @@
-"""Faults in optimizers on local tensors, norms, Muon, the gradient scaler and overlapped steps."""
+"""Faults in optimizers on local tensors, norms, Muon and the gradient scaler."""
 
 from tests.faults.fault import Fault
 
@@ -65,20 +65,6 @@ FAULTS: list[Fault] = [
         "heaviest_first = list(range(len(work)))",
         "One rank orthogonalizes far more than the others, which wait for it.",
         ("optim/test_matrix_optimizer.py", "optim/test_muon.py"),
-    ),
-    Fault(
-        "optim/overlap.py",
-        "                unit.mark_out_of_date()\n",
-        "                pass\n",
-        "Units that were left unsharded compute with parameters of before the step.",
-        ("optim/test_step_overlap.py",),
-    ),
-    Fault(
-        "optim/overlap.py",
-        "    return all(id(parameter) in ids or not parameter.requires_grad for parameter in parameters)",
-        "    return True",
-        "A unit that a second optimizer steps later is unsharded before its parameters are up to date.",
-        ("optim/test_step_overlap.py",),
     ),
     Fault(
         "optim/local/local_tensors.py",

@@ -87,10 +87,10 @@ class _Drawing:
     def optimizer(self, front_end: FrontEnd) -> OptimizerPlan:
         names = ["sgd", "momentum", "adamw"]
         if front_end.fp16:
-            return OptimizerPlan("sgd", self.one("plain", "dtensors", "overlap"))
+            return OptimizerPlan("sgd", self.one("plain", "dtensors"))
         if not front_end.flat:
             names.append("muon")
-        return OptimizerPlan(self.one(*names), self.one("plain", "dtensors", "overlap"))
+        return OptimizerPlan(self.one(*names), self.one("plain", "dtensors"))
 
     # ---------------------------------------------------------------- models
 
@@ -303,8 +303,6 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         return not (reentrant or model.tokens)
     if name == "partial_reductions":
         return front_end.name == "fully_shard" and len(front_end.mesh) == 2
-    if name == "edit":
-        return plan.optimizer.mode != "overlap" or front_end.name != "wrapper"
     if name in ("freeze", "child"):
         number = arguments["block"] % len(model.blocks)
         chosen = model.blocks[number]
@@ -318,8 +316,6 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         return not any(block.compiled for block in blocks)
     if name == "replace":  # nobody knows of which matrix a new parameter is a 1-D part, before the next forward
         return not front_end.flat and not (front_end.name == "wrapper" and plan.optimizer.name == "muon")
-    if name == "write" and arguments["after"] == "" and plan.optimizer.mode == "overlap":
-        return front_end.name != "wrapper"  # which has no reshard(): the step may have unsharded units
     if name == "write" and front_end.flat and arguments["after"] == "forward":
         return not front_end.strategy.endswith(("GRAD_OP", "ZERO2"))  # the flat parameter is written, not what is kept
     if name == "microbatches" and arguments["evaluates"] and "outside" in arguments:

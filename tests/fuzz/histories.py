@@ -130,7 +130,7 @@ class History(Operations):
 
     @property
     def _may_stay_unsharded(self) -> bool:
-        return self.dangling or self.plan.front_end.keep or self.plan.optimizer.mode == "overlap"
+        return self.dangling or self.plan.front_end.keep
 
     def _start_from_same(self) -> None:
         """Both have the sharded model's values and no gradients: rounding errors do not add up."""

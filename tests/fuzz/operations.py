@@ -417,7 +417,7 @@ class Operations:
             self.forward_only(loss)
         elif after:
             self.evaluate(loss)
-        elif self.plan.optimizer.mode == "overlap" or self.plan.front_end.keep:
+        elif self.plan.front_end.keep:
             reshard_all(self.ours.model)  # units may be unsharded, and only steps are noticed
 
     def _block(self, side: Side, number: int) -> Any:

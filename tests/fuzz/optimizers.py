@@ -13,7 +13,7 @@ EPS = 1e-4
 
 
 def optimizers(model: nn.Module, history: HistoryPlan, *, sharded: bool) -> list[torch.optim.Optimizer]:
-    """New ones, without state; sharded ones step and overlap as the plan says."""
+    """New ones, without state; sharded ones step as the plan says."""
     plan = history.optimizer
     matrices: list[nn.Parameter] = []
     others = list(model.parameters())
@@ -37,8 +37,6 @@ def optimizers(model: nn.Module, history: HistoryPlan, *, sharded: bool) -> list
         own = torch.optim.SGD(groups, lr=0.05 / history.loss_scale, momentum=0.9 if plan.name == "momentum" else 0.0)
     if sharded and plan.mode == "dtensors":
         optim.localize(own, enable=False)
-    elif sharded and plan.mode == "overlap":
-        optim.overlap(own, model)
     return [*made, own]
 
 

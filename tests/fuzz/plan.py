@@ -137,7 +137,7 @@ class OptimizerPlan:
 
     Args:
         name: "sgd", "momentum", "adamw" or "muon" (for matrices; others are left to "sgd").
-        mode: "plain", which steps local tensors, "dtensors", or "overlap".
+        mode: "plain", which steps local tensors, or "dtensors".
     """
 
     name: str = "sgd"

@@ -24,7 +24,6 @@ from fullshard import (
     ShardingStrategy,
 )
 from fullshard.comm_hooks import DefaultState, reduce_scatter_hook
-from fullshard.optim import overlap
 from models import Branch, Language, Mlp, Stack
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -97,10 +96,6 @@ def communication_hook(run: Run) -> None:
         reduce_scatter_hook(state, gradient, piece)
 
     run.model.register_comm_hook(state, reduce)
-
-
-def hide_step(run: Run) -> None:
-    overlap(run.optimizer, run.model)
 
 
 def keep_after_backward(run: Run) -> None:
@@ -208,8 +203,6 @@ RESHARDING_AND_PREFETCH = [
     C("wrapper-prefetch-after", original(backward_prefetch=Prefetch.BACKWARD_POST)),
     C("wrapper-prefetch-none", original(backward_prefetch=None)),
     C("two-reductions-in-flight", prepare=two_reductions_in_flight),
-    C("overlap-optimizer", prepare=hide_step),
-    C("overlap-optimizer-hsdp", by_parts(2, 2), world=4, prepare=hide_step),
 ]
 
 CHECKPOINTING = [

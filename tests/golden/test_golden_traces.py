@@ -83,7 +83,7 @@ SEEDED = {
     ("swapped gathers", "shard-2"): ("forward", ["+ all_gather blocks.1", "- all_gather blocks.1"]),
     ("dropped prefetch", "wrapper-flat"): ("forward", ["- all_gather blocks.2", "+ all_gather blocks.2"]),
     ("late free", "wrapper-original"): ("forward", ["- free blocks.0"]),
-    ("late reduction", "overlap-optimizer"): ("backward", ["- reduce_scatter blocks.2", "+ reduce_scatter blocks.2"]),
+    ("late reduction", "shard-2"): ("backward", ["- reduce_scatter blocks.2", "+ reduce_scatter blocks.2"]),
 }
 
 

@@ -243,8 +243,6 @@ class Transport:
     direct_bytes: int
     # Units that are no larger than this when unsharded share a launch with the next unit.
     tiny_bytes: int = 64 * 1024
-    # An all-reduce sends all its messages when it is launched, and none when it is waited for.
-    sums_at_once: bool = True
     # A user's function reduces: it scales by itself, and is given nothing but gradients.
     hooked: bool = False
     # The backend can average by itself (``ReduceOp.AVG``).

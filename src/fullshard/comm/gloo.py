@@ -79,11 +79,6 @@ class GlooTransport(Transport):
         )
         return self._sums(exchange, operands, own, targets, _part)
 
-    @property
-    def sums_at_once(self) -> bool:  # type: ignore[override]
-        """True on two ranks; on more, waiting sends too, see [Note: All-reduce over gloo]."""
-        return self.world_size == 2
-
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         """[Note: All-reduce over gloo]
 
@@ -97,7 +92,7 @@ class GlooTransport(Transport):
         exchange = self._exchange("all_reduce", requests)
         own = [self._share(operand, self.rank) for operand, _ in operands]
         works = self._sums(exchange, operands, own, own, self._share)
-        if self.sums_at_once:
+        if self.world_size == 2:
             return works
         spread = partial(
             self._spread, self._exchange("all_reduce", requests), own, [operand for operand, _ in operands]
@@ -130,7 +125,7 @@ class GlooTransport(Transport):
     def _share(self, operand: Operand, rank: int) -> torch.Tensor:
         """Return the share of an all-reduced tensor that ``rank`` sums."""
         tensor, numel = operand.unsharded, operand.unsharded.numel()
-        if self.sums_at_once:
+        if self.world_size == 2:
             return tensor
         size = -(-numel // self.world_size)
         start = min(rank * size, numel)

@@ -22,11 +22,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.progress import PROGRESS
 
-__all__ = ["managed_parameters", "unshards_by_itself", "watch_optimizers"]
-
-
-# Optimizers that unshard units during the step under way, and so have marked them out of date before.
-unshards_by_itself: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+__all__ = ["managed_parameters", "watch_optimizers"]
 
 
 class _Known(NamedTuple):
@@ -141,9 +137,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     PROGRESS.leave("optimizer step")
     units = [unit for unit in (ref() for ref in _stepping.pop(optimizer, ())) if unit is not None]
     _count(units)
-    if optimizer in unshards_by_itself:
-        unshards_by_itself.discard(optimizer)
-        return
     for unit in units:
         unit.mark_out_of_date()
         if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made

@@ -151,13 +151,6 @@ class Prefetcher:
         if self.ended and self.ended[-1] is self._root:
             self._choose_kept(self.ended[-2::-1])
 
-    def first_in_forward(self) -> list[list[Unit]]:
-        """Return the first launches of a forward of the root."""
-        self._read_budget()
-        launches = list(self._next(self.order.first()))
-        self.clear()
-        return launches
-
     def is_kept_by_default(self, unit: Unit) -> bool:
         """True if ``unit`` stays unsharded from forward to backward unless the user sets otherwise."""
         return unit.ref is self._root or unit.ref in (self.kept or ())

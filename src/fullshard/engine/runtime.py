@@ -49,7 +49,6 @@ from fullshard.engine import hooks
 from fullshard.engine.activation_offload import OffloadedForwards
 from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
-from fullshard.engine.optimizer_overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
@@ -77,7 +76,6 @@ class Runtime:
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
     finalization: object | None  # that was begun, and is to be waited for
-    overlap: OptimizerOverlap
     activations: OffloadedForwards
     steps: StepCount
     _units: list[weakref.ref[Unit]]  # in the order of modules()
@@ -96,7 +94,7 @@ class Runtime:
         self.root, self._units = units[0].ref, [unit.ref for unit in units]
         shared = next((unit.settings.comm_streams for unit in units if unit.settings.comm_streams is not None), None)
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
-        self.prefetcher, self._reductions, self.overlap = Prefetcher(units), ReductionQueue(), OptimizerOverlap()
+        self.prefetcher, self._reductions = Prefetcher(units), ReductionQueue()
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.activations, self.steps = OffloadedForwards(self._units), StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
@@ -186,7 +184,6 @@ class Runtime:
         if self._open_forwards == 0 and not hooks.in_backward():
             self.check_finalized("run")
             PROGRESS.begin_forward(self.steps)
-            self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
             self.activations.begin_forward()
@@ -262,7 +259,6 @@ class Runtime:
 
     def unshard(self, unit: Unit) -> None:
         """All-gather the parameters unless they were prefetched, wait, and have the modules hold them."""
-        self.overlap.check_unwritten(unit)
         if not (unit.is_current and unit in self.prefetcher):  # else it was looked at as it was prefetched
             self.begin_unshard([unit])
         self.prefetcher.used(unit)
@@ -271,7 +267,6 @@ class Runtime:
 
     def begin_unshard(self, units: list[Unit]) -> None:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
-        self.overlap.forget_resharded()
         try:
             begun = [
                 (bucket.launch_name(unit.name, unit.numbers), bucket, all_gathers)
@@ -294,12 +289,6 @@ class Runtime:
     def _prefetch(self, launches: Iterable[list[Unit]]) -> None:
         for units in launches:
             self.begin_unshard(units)
-
-    def begin_unshard_for_next_forward(self, launches: list[list[Unit]]) -> None:
-        """Issue all-gathers during an optimizer step, see [Note: Overlap with the optimizer]."""
-        for units in launches:
-            self.begin_unshard(self.prefetcher.note(units))
-        self.overlap.note_unsharded([unit for units in launches for unit in units])
 
     def begin_user_unshard(self, unit: Unit) -> None:
         """Issue the all-gather for ``user_unshard``, or for an unshard without an end."""
@@ -428,7 +417,7 @@ class Runtime:
 
     def _end_backwards(self, *, creates_graph: bool = False) -> None:
         """After the last backward before an optimizer step: wait for the gradients, and free what is left."""
-        self._finish_or_defer_reductions()
+        self._reductions.finish(self.comm_streams)
         if self._open_forwards or not self._reached:  # gradients taken inside of a forward, or after one
             return
         if self.prefetcher.units():  # in vain, for a forward whose backward did not come
@@ -451,7 +440,6 @@ class Runtime:
         self.check_finalized("finalize backward")
         if self.busy:
             raise PhaseError("finalize_backward: a forward or backward has not ended; call it after backward")
-        self.finish_deferred_reductions()
         left = [unit for unit in self._last_forward_first() if unit.has_unreduced_gradients]
         for unit in left:
             if unit.settings.requires_gradient_sync and not unit.settings.requires_all_reduce:
@@ -490,7 +478,6 @@ class Runtime:
     @property
     def awaits_finalization(self) -> bool:
         """True if a backward runs, or what it has left was not waited for."""
-        self.finish_deferred_reductions()
         return self.busy or self.finalization is not None or self._reductions.in_flight
 
     def check_stepped(self) -> None:
@@ -498,7 +485,7 @@ class Runtime:
         self.check_finalized("step the optimizer")
         root = self.root()
         finalized_by_caller = root is not None and root.settings.finalized_by_caller
-        if finalized_by_caller and self._backward is None and not self.overlap.in_flight and self._reductions.in_flight:
+        if finalized_by_caller and self._backward is None and self._reductions.in_flight:
             raise PhaseError(
                 "cannot step the optimizer: gradients of a backward are in flight, and manual finalization is on; call "
                 "finalize_backward() first"
@@ -547,7 +534,6 @@ class Runtime:
                 return
             self.recover()  # an earlier pass raised, and no forward has come since
         self.check_finalized("run backward")
-        self.finish_deferred_reductions()
         self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
         PROGRESS.steps, self._reached = self.steps, False
         self._backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
@@ -646,25 +632,8 @@ class Runtime:
             if self._backward is None:
                 unit.end_pass()
 
-    def _finish_or_defer_reductions(self) -> None:
-        """Wait for the reductions, or leave the last ones in flight, see [Note: Overlap with the optimizer]."""
-        root = self.root()
-        if root is not None and root.settings.overlap_optimizer and not self._open_forwards:
-            left = [reduction.arriving for reduction in self._reductions.leave(self.comm_streams)]
-            if all(gradients is not None for gradients in left):
-                arriving = (each for gradients in left for each in gradients or ())
-                self.overlap.defer(arriving, self.finish_deferred_reductions)
-                return
-        self._reductions.finish(self.comm_streams)
-
-    def finish_deferred_reductions(self) -> None:
-        """Have ``.grad`` hold gradients that were left in flight for an optimizer step to overlap with; else no-op."""
-        if self.overlap.in_flight:
-            self.overlap.finish(lambda: self._reductions.finish(self.comm_streams))
-
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
-        self.finish_deferred_reductions()
         self._reductions.launch(self.comm_streams)
         self._reductions.finish(self.comm_streams)
 
@@ -705,12 +674,9 @@ class Runtime:
         return self._backward is not None and not hooks.in_backward()
 
     def ensure_idle(self) -> None:
-        """Return to idle if a backward raised; wait for gradients that an optimizer step was to overlap with, and until
-        offloaded shards are read.
-        """
+        """Return to idle if a backward raised, and wait until offloaded shards are read."""
         if self.has_failed:
             self.recover()
-        self.finish_deferred_reductions()
         self._release_host_memory()
 
     def recover(self) -> None:
@@ -725,7 +691,6 @@ class Runtime:
             else:
                 unit.reset()
             unit.drop_gradients()
-        self.overlap.drop()
         self._reductions.abandon()
 
     def reset(self) -> None:

@@ -198,7 +198,6 @@ class UnitSettings:
     forward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)  # units; empty: in the recorded order
     backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
     finalized_by_caller: bool = False  # of the root: see set_manual_backward_finalization
-    overlap_optimizer: bool = False  # of the root: see [Note: Overlap with the optimizer]
     prefetch_bytes: int | None = None  # of the root: see Prefetcher.budget
     backward_order: Literal["before", "after", "none"] = "before"  # of prefetching the next: BackwardPrefetch
     reduction: ReductionSettings = field(default_factory=ReductionSettings)

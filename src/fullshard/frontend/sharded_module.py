@@ -212,12 +212,6 @@ class ShardedModule(nn.Module):
             raise ValueError(f"set_prefetch_bytes: expected at least 0 bytes, found {budget}")
         unit_at(self).settings.prefetch_bytes = budget
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        runtime = unit_at(self).runtime
-        if runtime is not None:
-            runtime.overlap.discard_unsharded()
-        super()._load_from_state_dict(*args, **kwargs)
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters as ``nn.Module`` does; after a backward that raised, the sharded ones.
 

@@ -1,7 +1,6 @@
 """Optimizers and gradient norms for sharded parameters.
 
-Known optimizers step plain local tensors, others after ``localize``; ``overlap`` overlaps such a step with
-communication, and ``offload`` keeps the state in CPU memory.
+Known optimizers step plain local tensors, others after ``localize``; ``offload`` keeps the state in CPU memory.
 ``Muon`` and other subclasses of ``MatrixOptimizer`` update whole matrices. ``clip_grad_norm_`` and ``get_total_norm``
 compute norms over all ranks.
 """
@@ -14,7 +13,6 @@ from fullshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
 from fullshard.optim.norms import clip_grads_with_norm_ as clip_grads_with_norm_
 from fullshard.optim.norms import get_total_norm as get_total_norm
 from fullshard.optim.offload import offload as offload
-from fullshard.optim.overlap import overlap as overlap
 
 __all__ = [
     "MatrixOptimizer",
@@ -25,5 +23,4 @@ __all__ = [
     "localize",
     "offload",
     "orthogonalize",
-    "overlap",
 ]

@@ -92,7 +92,6 @@ class QuantizedTransport(WrappingTransport):
     def __init__(self, base: Transport, policy: CommQuantization, traffic: dict[Kind, Traffic] | None = None) -> None:
         super().__init__(base)
         self.policy, self.traffic = policy, {} if traffic is None else traffic
-        self.sums_at_once = False  # the sums are quantized and sent when the parts have come
         self.reads_padding = policy.reduce is not None
         self._residuals = {}
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from fullshard.comm import CommRequest, GradScaling, Operand, Transport, launch_all
-from fullshard.engine.parameters.sharded import ShardedParameter, has_gradient_hooks
 from fullshard.engine.reduction.plan import Gradients, ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput, ShardedGradients
 from fullshard.memory import CommStream, PendingWork, Stream, Work, host_buffer, run_on
@@ -186,20 +185,6 @@ class GradReduction:
         shards = self._shards
         present = [True] * len(shards.present) if self.terms.zeros_for_missing else shards.present_anywhere()
         self.plan.accumulate(shards.tensors, present)
-
-    @property
-    def arriving(self) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
-        """The gradients that parameters will have of it, in memory that is still being written; None if that is not
-        known before, or if users' functions are called then.
-        """
-        plan, mesh = self.plan, self.plan.mesh
-        if self.all_reduced_later:
-            return []
-        hooked = self.terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in plan.parameters)
-        late = not mesh.replica_transport.sums_at_once  # ranks would send the rest at different times
-        if plan.ends_on_host or hooked or mesh.transport.hooked or late or self._shards.misses_some:
-            return None
-        return plan.arriving(self._finalized, self._shards.present)
 
     def abandon(self) -> None:
         """Drop it after a failure; what is in flight is waited for, because its memory is used again."""

@@ -21,7 +21,6 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
-from fullshard.engine.parameters.placement import dtensor
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
@@ -353,22 +352,6 @@ class ReductionPlan:
             if is_there:
                 offset, shape, stride = view
                 parameter.accumulate(shards[index].as_strided(shape, stride, starts[index] + offset))
-
-    def arriving(
-        self, shards: Sequence[torch.Tensor], present: Sequence[bool]
-    ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
-        """The gradients that ``accumulate`` will set where there are none; None if they are no DTensors, for which
-        gradients in flight stand, of the parameters' own dtype.
-        """
-        if not self.dtensors or any(p.gradient_dtype is not p.local.dtype for p in self.parameters):
-            return None
-        named = zip(self.parameters, self.views, present, strict=True)
-        return [(p, dtensor(view.on(shards[tensor]), p.spec)) for p, (tensor, view), is_there in named if is_there]
-
-
-def _storage_of(gradient: torch.Tensor) -> int | None:
-    """Identity of the memory; None for a sparse tensor."""
-    return gradient.untyped_storage()._cdata if gradient.layout is torch.strided else None
 
 
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:

@@ -78,13 +78,6 @@ class ReductionQueue:
         self._accumulate_last()
         self.accumulate_read_by_host()
 
-    def leave(self, comm_streams: CommStreams) -> list[GradReduction]:
-        """Issue all that is left to be issued, and return what is in flight then. ``finish`` ends it."""
-        while any(named[1].plan.all_reduces for batch in self._reduce_scatters for named in batch):
-            self._advance(comm_streams)
-        self.accumulate_read_by_host()
-        return [named[1] for batch in (self._last, *self._reduce_scatters) for named in batch]
-
     def accumulate_read_by_host(self) -> None:
         """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``, and
         for presence numbers.

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.engine.parameters.sharded import managed_by
@@ -56,7 +55,7 @@ class LocalTensor:
 def local_tensors(optimizer: torch.optim.Optimizer, local_state: State) -> list[LocalTensor]:
     """Return the local tensors of all parameters with gradients, in order, and put their state into ``local_state``.
 
-    Gradients whose reductions are in flight are waited for. A parameter that is listed twice is returned twice.
+    A parameter that is listed twice is returned twice.
     """
     made: dict[int, LocalTensor] = {}
     found: list[LocalTensor] = []
@@ -68,8 +67,6 @@ def local_tensors(optimizer: torch.optim.Optimizer, local_state: State) -> list[
                 continue
             tensor = made.get(id(parameter))
             if tensor is None:
-                if type(gradient) is GradientInFlight:
-                    gradient = gradient.result()
                 entries = state.get(parameter)
                 tensor = made[id(parameter)] = _local_tensor(number, parameter, gradient, entries)
                 if tensor.gradient is None:

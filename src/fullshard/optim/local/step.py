@@ -7,8 +7,7 @@ hooks and closures see the user's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.optim.local.local_tensors import LocalTensor, State, StateEntries, local_tensors, write_back
 from fullshard.profiling import profiled
 
-__all__ = ["WITHOUT_HOOKS", "LocalStep", "StepSchedule", "own_step"]
+__all__ = ["WITHOUT_HOOKS", "LocalStep", "own_step"]
 
 
 # Attributes of an optimizer that steps without hooks of its own.
@@ -34,16 +33,6 @@ def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return found
 
 
-class StepSchedule(Protocol):
-    """Divides a step into several."""
-
-    def inspecting_gradients(self) -> AbstractContextManager[None]:
-        """Return a context in which the step reads gradients."""
-
-    def steps(self, tensors: Sequence[LocalTensor]) -> Iterable[Sequence[LocalTensor]]:
-        """Yield all local tensors, each once; communication is issued and waited for in between."""
-
-
 class DividedStep(Protocol):
     """Divides a part of a step into several, around each of which it moves state."""
 
@@ -54,25 +43,23 @@ class DividedStep(Protocol):
 class LocalStep:
     """How an optimizer steps local tensors: it keeps none of them, see [Note: Local tensors]."""
 
-    schedule: StepSchedule | None  # None: all at once
     is_running: bool
     offload: DividedStep | None  # None: state stays on the device
 
     def __init__(self) -> None:
-        self.schedule, self.is_running, self.offload = None, False, None
+        self.is_running, self.offload = False, None
 
     @unchecked
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step all local tensors; the optimizer's own step gets the further arguments."""
-        schedule, state = self.schedule, defaultdict[Any, StateEntries](dict)
+        state = defaultdict[Any, StateEntries](dict)
         with torch.inference_mode(False), torch.no_grad():
-            with nullcontext() if schedule is None else schedule.inspecting_gradients():
-                tensors = local_tensors(optimizer, state)
+            tensors = local_tensors(optimizer, state)
         options = [dict(group) for group in optimizer.param_groups]
         self.is_running = True
         try:
-            for part in self._parts(tensors, state):
+            for part in (tensors,) if self.offload is None else self.offload.divide(tensors, state):
                 with profiled("optimizer"):
                     written = self._step_tensors(optimizer, part, state, options, *args, **kwargs)
                 for group, values in written:
@@ -81,14 +68,6 @@ class LocalStep:
             self.is_running = False
             with torch.inference_mode(False), torch.no_grad():
                 write_back(optimizer, tensors, state)
-
-    def _parts(self, tensors: Sequence[LocalTensor], state: State) -> Iterator[Sequence[LocalTensor]]:
-        """Yield the local tensors in the parts that are stepped one after another."""
-        for part in (tensors,) if self.schedule is None else self.schedule.steps(tensors):
-            if self.offload is None:
-                yield part
-            else:
-                yield from self.offload.divide(part, state)
 
     def _step_tensors(
         self,
