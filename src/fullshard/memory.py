@@ -131,6 +131,8 @@ class Buffer:
         self._storage = self._flat.untyped_storage()
         mark_freed_in_place(self._storage)
         self._nbytes = self._storage.nbytes()
+        if PROGRESS.traced is not None:
+            PROGRESS.note("memory", str(self._nbytes))
 
     def allocate(self) -> None:
         """Allocate the memory (contents undefined); no-op if it is allocated."""

@@ -15,6 +15,8 @@ from torch import nn
 
 from fullshard.comm import Transport, record
 from fullshard.engine.ownership import nested_units
+from fullshard.engine.reduction.grad_reduction import GradReduction
+from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.queue import ReductionQueue
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit
@@ -23,14 +25,14 @@ from fullshard.memory import Buffer
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 OTHERS = ("all_reduce", "broadcast", "all_gather_object")
 ALL_GATHERS = ("_all_gather", "_subgroup_all_gather")  # of a bucket
-BUFFERS = {  # attributes of a bucket, a plan of a reduction or an all-gather
+BUFFERS = {  # attributes of a bucket or an all-gather
     "_unsharded": "",
     "_subgroup_shard": " (neighbors)",
     "_input": " (wire)",
     "_message": " (message)",
-    "message": " (gradients)",
 }
-PATCHED = (dist, Transport, Buffer, Unit, Runtime, ReductionQueue)
+_messages: weakref.WeakKeyDictionary[Buffer, ReductionPlan] = weakref.WeakKeyDictionary()  # of reductions, by plan
+PATCHED = (dist, Transport, Buffer, GradReduction, Unit, Runtime, ReductionQueue)
 Patch = pytest.MonkeyPatch
 
 
@@ -92,6 +94,16 @@ def _record_memory(patch: Patch, trace: Trace) -> None:
             live.discard(self)
             trace.memory("free", self, nbytes)
 
+    pack = GradReduction.pack
+
+    def pack_recorded(self: GradReduction) -> None:
+        pack(self)
+        if isinstance(self._message, Buffer):
+            live.add(self._message)
+            _messages[self._message] = self.plan
+            trace.memory("alloc", self._message, self._message.allocated_bytes)
+
+    patch.setattr(GradReduction, "pack", pack_recorded)
     patch.setattr(Buffer, "allocate", allocate_recorded)
     patch.setattr(Buffer, "free", free_recorded)
 
@@ -113,10 +125,11 @@ def labels(model: nn.Module) -> dict[int, str]:
     for unit in nested_units(model):
         name = unit.name or "root"
         for bucket in unit.buckets:
-            for holder in [bucket, *bucket.plans, *(getattr(bucket, name, None) for name in ALL_GATHERS)]:
+            for holder in [bucket, *(getattr(bucket, name, None) for name in ALL_GATHERS)]:
                 attributes = {} if holder is None else vars(holder)
                 held = {attribute: attributes.get(attribute) for attribute in BUFFERS}
                 found |= {id(held[a]): f"{name}{what}" for a, what in BUFFERS.items() if held[a] is not None}
+            found |= {id(b): f"{name} (gradients)" for b, plan in _messages.items() if plan in bucket.plans}
             for each in getattr(bucket, "all_gathers", ()):
                 found |= {id(buffer): f"{name} (region)" for buffer in each.buffers}
     return found

@@ -18,7 +18,7 @@ import torch
 from fullshard.comm import CommRequest, GradScaling, Operand, Transport, launch_all
 from fullshard.engine.reduction.plan import Gradients, ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput, ShardedGradients
-from fullshard.memory import CommStream, PendingWork, Stream, Work, host_buffer, run_on
+from fullshard.memory import Buffer, CommStream, PendingWork, Stream, Work, host_buffer, run_on
 
 __all__ = ["GradReduction", "ReductionTerms", "issue_all_reduces", "issue_reduce_scatters"]
 
@@ -42,7 +42,7 @@ class GradReduction:
     are the parameters that may have a gradient on any rank, equal on all.
     """
 
-    plan: ReductionPlan  # not in use by another reduction that is issued and not through its first stage
+    plan: ReductionPlan
     terms: ReductionTerms
     transport: Transport  # of the reduce-scatter
     all_reduced_later: bool  # there are replicas, but its shards wait for the all-reduce of a later one
@@ -52,8 +52,7 @@ class GradReduction:
     _inputs: Gradients
     _pieces: Sequence[torch.Tensor]  # of the first tensor of shards: what operands are reduced into
     _operands: list[Operand]
-    _packed: list[Operand]  # those of them that are the message
-    _transport_memory: torch.Tensor | None  # the message, where the transport brings memory of its own
+    _message: Buffer | torch.Tensor | None  # the packed gradients of all ranks; a tensor is the transport's own memory
     _pending_work: PendingWork | None  # of the present stage
     _shards: ShardedGradients
     _finalized: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of sharded gradients
@@ -76,39 +75,31 @@ class GradReduction:
         # Hooks may look at what lies between the parameters.
         tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
         self._pieces = plan.pieces_of(tensors)
-        self._operands, self._packed = plan.direct_operands(self._inputs, tensors, self._pieces), []
+        self._operands = plan.direct_operands(self._inputs, tensors, self._pieces)
         self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
         if plan.dtype is not plan.sharded_dtype and not self.all_reduced_later:
             self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
-        self._pending_work, self._transport_memory, self._leaving = None, None, []
+        self._pending_work, self._message, self._leaving = None, None, []
 
     # ---------------------------------------------------------------- first stage: reduce-scatter
 
-    def allocate(self) -> None:
-        """Give memory to the message. Without a shard axis there is none: the first tensor of shards is packed."""
-        message = self.plan.message
-        if not message.numel:
-            return
-        self._transport_memory = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
-        if self._transport_memory is None:
-            message.allocate()
-        self._packed = self.plan.packed_operands(self._pieces, self._memory)
-        self._operands += self._packed
+    def pack(self) -> None:
+        """Allocate and fill the message; on the compute stream, which made the gradients and uses their memory again.
 
-    @property
-    def _memory(self) -> torch.Tensor:
-        """Memory that gradients are packed into."""
-        if self.plan.reduces_in_place:
-            return self._shards.tensors[0]
-        return self.plan.message.whole if self._transport_memory is None else self._transport_memory
-
-    def copy_in(self) -> None:
-        """Pack gradients; on the compute stream, which made them and uses their memory again."""
-        if self._packed or self.plan.reduces_in_place:
-            if self.terms.hook is not None or self.plan.zeroes_message:
-                for operand in self._packed:
-                    operand.unsharded.zero_()
-            self.plan.message.pack(self._inputs, self._memory)
+        Without a shard axis there is none: the first tensor of shards is packed.
+        """
+        plan, numel = self.plan, self.plan.packing.numel
+        memory = self._shards.tensors[0]
+        if numel:
+            own = self.transport.allocate("reduce_scatter", numel, plan.dtype, plan.mesh.device)
+            self._message = Buffer(numel, plan.dtype, plan.mesh.device) if own is None else own
+            memory = self._message.tensor(0, (numel,), (1,)) if isinstance(self._message, Buffer) else self._message
+            packed = plan.packed_operands(self._pieces, memory)
+            for operand in packed if self.terms.hook is not None or plan.zeroes_message else ():
+                operand.unsharded.zero_()
+            self._operands += packed
+        if numel or plan.reduces_in_place:
+            plan.packing.pack(self._inputs, memory)
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:
@@ -197,10 +188,11 @@ class GradReduction:
     def _free_inputs(self) -> None:
         self.reduce_scattered = True
         # A side stream may have read the gradients and the message until now.
-        if self._transport_memory is not None:
-            self.transport.release("reduce_scatter", self._transport_memory)
-        self._inputs, self._operands, self._packed, self._pieces, self._transport_memory = [], [], [], (), None
-        self.plan.message.free()
+        if isinstance(self._message, Buffer):
+            self._message.free()
+        elif self._message is not None:
+            self.transport.release("reduce_scatter", self._message)
+        self._inputs, self._operands, self._pieces, self._message = [], [], (), None
 
 
 _Named = tuple[str, GradReduction]  # with the name of its unit
@@ -211,8 +203,7 @@ def issue_reduce_scatters(reductions: Sequence[_Named], comm_stream: CommStream)
 
     def allocate() -> None:
         for _, reduction in reductions:
-            reduction.allocate()
-            reduction.copy_in()
+            reduction.pack()
 
     def launch() -> list[Work]:
         requests = ((reduction.transport, reduction.request(unit)) for unit, reduction in reductions)

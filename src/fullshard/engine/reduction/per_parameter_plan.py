@@ -9,7 +9,7 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import Column, View, lay_out, message_columns, message_copies
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, ReductionMessage, ReductionPlan
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, Packing, ReductionPlan
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
 
 __all__ = ["plan_per_parameter"]
@@ -53,14 +53,7 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
         slices=slices_of(layout, start, dtype.itemsize),
         direct=direct,
         packed=(PackedShards(layout.message_offset, numel, packed_slices),) if numel else (),
-        message=ReductionMessage(
-            0 if in_place else numel * mesh.world_size,
-            dtype,
-            mesh.device,
-            copies,
-            rows=rows,
-            ranks=mesh.world_size,
-        ),
+        packing=Packing(0 if in_place else numel * mesh.world_size, mesh.world_size, copies, rows=rows),
         # Nothing is packed between gradients, nor behind the last rows where ranks do not have equally many.
         zeroes_message=mesh.transport.reads_padding or mesh.replica_transport.reads_padding,
     )

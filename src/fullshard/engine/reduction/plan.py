@@ -24,9 +24,9 @@ from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
-from fullshard.memory import Buffer, empty
+from fullshard.memory import empty
 
-__all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "ReductionMessage", "ReductionPlan"]
+__all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "Packing", "ReductionPlan"]
 
 Gradients = list["torch.Tensor | None"]
 
@@ -67,63 +67,37 @@ class PackedRows(NamedTuple):
     shape: tuple[int, int]  # rows of the cut dim, and elements of a row
 
 
-class ReductionMessage(Buffer):
-    """The packed gradients of all ranks, which have memory while a reduction is in flight.
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How gradients and presence numbers fill the message of a reduction.
 
-    Without a shard axis it is empty, and gradients are packed into the first tensor of shards.
+    Without a shard axis there is no message, and they fill the first tensor of shards.
     """
 
-    whole: torch.Tensor
-    _rows: Sequence[PackedRows]  # what fills all of it, or all but what the copies fill, with one kernel
-    _ranks: int
-    _zeros: dict[tuple[int, torch.dtype], torch.Tensor]  # packed as padding
-    _copies: Sequence[PackCopy]  # what fills the rest of it
-    _gaps: Sequence[View]  # what no copy fills and has to be zero
-    _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
-
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        copies: Sequence[PackCopy],
-        gaps: Sequence[View] = (),
-        rows: Sequence[PackedRows] = (),
-        ranks: int = 1,
-    ) -> None:
-        super().__init__(numel, dtype, device)
-        self._rows, self._ranks, self._zeros = rows, ranks, {}
-        self._copies, self._gaps = copies, gaps
-        self.whole = self.tensor(0, (self.numel,), (1,))
-        self._places = self._places_in(self.whole) if self.numel else ([], [])
-        self.free()
-
-    @property
-    def packs_rows(self) -> bool:
-        """True if one kernel packs all that lies in whole rows."""
-        return bool(self._rows)
-
-    def _places_in(self, memory: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [copy.target.on(memory) for copy in self._copies], [gap.on(memory) for gap in self._gaps]
+    numel: int  # of the message; 0 without a shard axis
+    ranks: int
+    copies: Sequence[PackCopy] = ()
+    gaps: Sequence[View] = ()  # between what the copies fill: zeros
+    rows: Sequence[PackedRows] = ()  # what one kernel fills; copies fill the rest
+    _zeros: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)  # padding of rows
 
     def pack(self, inputs: Gradients, memory: torch.Tensor) -> None:
-        """Copy gradients, zeros for missing ones, and presence numbers into ``memory``: our own, or another one.
+        """Copy gradients, zeros for missing ones, and presence numbers into ``memory``.
 
         Args:
             inputs: One gradient for each parameter, None where there is none, and the presence numbers.
-            memory: As large as the message.
+            memory: As large as the message, in the dtype in which gradients are sent.
         """
-        if self._rows:
+        if self.rows:
             self._pack_rows(inputs, memory)
-        places, gaps = self._places if memory is self.whole else self._places_in(memory)
-        zeros, targets, sources = list(gaps), [], []
-        for copy, place in zip(self._copies, places, strict=True):
-            gradient = inputs[copy.gradient]
+        zeros, targets, sources = [gap.on(memory) for gap in self.gaps], [], []
+        for index, source, target in self.copies:
+            gradient, place = inputs[index], target.on(memory)
             if gradient is None:
                 zeros.append(place)
             else:
                 targets.append(place)
-                sources.append(gradient if copy.source is None else copy.source.on(gradient))
+                sources.append(gradient if source is None else source.on(gradient))
         if zeros:
             torch._foreach_zero_(zeros)
         if targets:  # on one rank there may be neither gradients nor presence numbers
@@ -134,22 +108,22 @@ class ReductionMessage(Buffer):
 
         For other pairs of dtypes torch pads, concatenates and casts in steps of their own.
         """
-        packed = [None if each.gradient is None else inputs[each.gradient] for each in self._rows]
+        packed = [None if each.gradient is None else inputs[each.gradient] for each in self.rows]
         dtypes = {gradient.dtype for gradient in packed if gradient is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        dtype = dtypes.pop() if len(dtypes) == 1 else memory.dtype
         parts = [
-            self._padding(each.numel, dtype)
+            self._padding(each.numel, dtype, memory.device)
             if gradient is None
             else gradient.to(dtype).as_strided(each.shape, (each.shape[1], 1))
-            for each, gradient in zip(self._rows, packed, strict=True)
+            for each, gradient in zip(self.rows, packed, strict=True)
         ]
-        torch._chunk_cat(parts, 0, self._ranks, out=memory.view(self._ranks, -1))
+        torch._chunk_cat(parts, 0, self.ranks, out=memory.view(self.ranks, -1))
 
-    def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _padding(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""
         found = self._zeros.get((numel, dtype))
         if found is None:
-            found = torch.zeros((self._ranks, numel), dtype=dtype, device=self.device)
+            found = torch.zeros((self.ranks, numel), dtype=dtype, device=device)
             if numel * dtype.itemsize <= MAX_ZEROS_KEPT:
                 self._zeros[numel, dtype] = found
         return found
@@ -161,8 +135,6 @@ class ReductionPlan:
 
     The result is some flat *tensors of shards*: one with this rank's shards of all gradients. Without a shard axis
     gradients are reduced in place: then it is one with all packed gradients, and each direct gradient itself.
-
-    A plan is used by one reduction at a time, for it has one message.
     """
 
     parameters: tuple[ShardedParameter, ...]  # of one bucket, in model order
@@ -174,7 +146,7 @@ class ReductionPlan:
     slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
     direct: Mapping[int, Slot]  # the parameters whose gradients are operands of their own, by index
     packed: tuple[PackedShards, ...]  # what the message is reduced into, in the order in which it lies there
-    message: ReductionMessage
+    packing: Packing
     # What is not packed has to be zero in the message, because a transport quantizes padding together with gradients.
     # What is there also gets into the shards that are reduced over replicas.
     zeroes_message: bool = False
@@ -267,7 +239,7 @@ class ReductionPlan:
     @cached_property
     def presence_dtype(self) -> torch.dtype:
         """The dtype of this rank's presence numbers: that of gradients, as all that one kernel packs."""
-        return self.storage.param_dtype if self.message.packs_rows else self.dtype
+        return self.storage.param_dtype if self.packing.rows else self.dtype
 
     # ---------------------------------------------------------------- operands
 
@@ -323,7 +295,7 @@ class ReductionPlan:
         operands, start = [], 0
         for piece, (_, numel, slices) in zip(self._pieces.packed, self.packed, strict=True):
             sent = numel * self.mesh.world_size
-            part = message if sent == self.message.numel else message.narrow(0, start, sent)
+            part = message if sent == self.packing.numel else message.narrow(0, start, sent)
             operands.append(Operand(pieces[piece], part, slices))
             start += sent
         return operands

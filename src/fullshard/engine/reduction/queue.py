@@ -49,27 +49,20 @@ class ReductionQueue:
 
     def launch(self, comm_streams: CommStreams) -> None:
         """Issue all that were added, together, once few enough others are in flight."""
-        while self._added:
-            batch: _Batch = []
-            later: _Batch = []
-            plans: set[int] = set()
-            for named in self._added:  # a plan has one message: it cannot be in use twice
-                (later if id(named[1].plan) in plans else batch).append(named)
-                plans.add(id(named[1].plan))
-            self.make_room(comm_streams)
-            while any(id(reduction.plan) in plans for issued in self._reduce_scatters for _, reduction in issued):
-                self._advance(comm_streams)
-            self._added = later
-            scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
-            operation = "reduce_scatter" if scatters else "pack_gradients"
-            try:
-                with profiled(operation, _units(batch)):
-                    issue_reduce_scatters(batch, comm_streams.reduce_scatter)
-            except BaseException:  # also outside of a backward, which would recover
-                _abandon(batch)
-                self.abandon()
-                raise
-            self._reduce_scatters.append(batch)
+        if not self._added:
+            return
+        self.make_room(comm_streams)
+        batch, self._added = self._added, []
+        scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
+        operation = "reduce_scatter" if scatters else "pack_gradients"
+        try:
+            with profiled(operation, _units(batch)):
+                issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+        except BaseException:  # also outside of a backward, which would recover
+            _abandon(batch)
+            self.abandon()
+            raise
+        self._reduce_scatters.append(batch)
 
     def finish(self, comm_streams: CommStreams) -> None:
         """Take all that were issued through to the end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from torch.distributed.tensor import DTensor
 
@@ -14,19 +13,11 @@ from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, ReductionMessage, ReductionPlan
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, Packing, ReductionPlan
 from fullshard.layout import FlatLayout
 from fullshard.layout.per_parameter import LAYOUTS_KEPT
 
 __all__ = ["plan_slices"]
-
-
-class _Places(NamedTuple):
-    """What fills the message: one kernel for all rows, or copies and zeros for the gaps between them."""
-
-    rows: tuple[PackedRows, ...] = ()
-    copies: tuple[PackCopy, ...] = ()
-    gaps: tuple[View, ...] = ()
 
 
 def plan_slices(
@@ -49,7 +40,6 @@ def plan_slices(
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0
     together = ranks > 1 and mesh.transport.copies_columns
-    places, first = _rows(layout) if together else _copies(layout, communicates), parameters[0]
     shards = layout.shards(mesh.rank)
     locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]
     slices = (Slice(0, numel, sent * storage.reduce_dtype.itemsize),)
@@ -64,22 +54,15 @@ def plan_slices(
         slices=slices,
         direct={},
         packed=tuple(part for part in packed if part.numel),
-        message=ReductionMessage(
-            0 if ranks == 1 else (numel + count) * ranks,
-            storage.reduce_dtype,
-            mesh.device,
-            places.copies,
-            gaps=places.gaps,
-            rows=places.rows,
-        ),
-        dtensors=isinstance(first.sharded, DTensor),
+        packing=_rows(layout) if together else _copies(layout, communicates),
+        dtensors=isinstance(parameters[0].sharded, DTensor),
         handle=handle,
     )
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
-def _rows(layout: FlatLayout) -> _Places:
-    """Gradients in the order of memory, each as one row, zeros between them, and the presence numbers of all ranks."""
+def _rows(layout: FlatLayout) -> Packing:
+    """Pack gradients in the order of memory, each as one row, zeros between them, and all ranks' presence numbers."""
     rows, end = [], 0
     for index, slot in sorted(enumerate(layout.slots), key=lambda each: each[1].unsharded_offset):
         numel, gap = slot.parameter.numel, slot.unsharded_offset - end
@@ -90,12 +73,13 @@ def _rows(layout: FlatLayout) -> _Places:
     gap, numbers = layout.unsharded_numel - end, layout.world_size * len(layout.slots)
     rows += [PackedRows(gap, None, (1, gap))] if gap else []
     rows.append(PackedRows(numbers, len(layout.slots), (1, numbers)))
-    return _Places(rows=tuple(rows))
+    return Packing(layout.unsharded_numel + numbers, 1, rows=rows)
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
-def _copies(layout: FlatLayout, communicates: bool) -> _Places:
-    ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots)
+def _copies(layout: FlatLayout, communicates: bool) -> Packing:
+    """Pack gradients, and all ranks' presence numbers, by copies."""
+    ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots) if communicates else 0
     gaps, end = [], 0
     for slot in layout.in_memory_order:
         gaps.append(View(end, (slot.unsharded_offset - end,), (1,)))
@@ -105,6 +89,6 @@ def _copies(layout: FlatLayout, communicates: bool) -> _Places:
     for index, slot in enumerate(layout.slots):
         numel = slot.parameter.numel
         copies.append(PackCopy(index, View(0, (numel,), (1,)), View(slot.unsharded_offset, (numel,), (1,))))
-    if communicates:
+    if count:
         copies.append(PackCopy(count, None, View(sent, (ranks, count), (count, 1))))
-    return _Places(copies=tuple(copies), gaps=tuple(gap for gap in gaps if gap.shape != (0,)))
+    return Packing(0 if ranks == 1 else sent + count * ranks, 1, copies, [gap for gap in gaps if gap.shape != (0,)])
