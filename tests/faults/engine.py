@@ -158,13 +158,6 @@ FAULTS: list[Fault] = [
         ("training/test_gradient_hooks.py",),
     ),
     Fault(
-        "engine/reduction/queue.py",
-        "while any(id(reduction.plan) in plans for issued",
-        "while False and any(True for issued",
-        "A second reduction of a unit packs into the message of the first one, which is in flight.",
-        ("training/test_microbatches.py",),
-    ),
-    Fault(
         "engine/buckets/extension.py",
         "                    refill_storage(tensor.untyped_storage(), nbytes)\n",
         "                    pass\n",
@@ -221,8 +214,8 @@ FAULTS: list[Fault] = [
         ("engine/test_layout.py",),
     ),
     Fault(
-        "engine/buckets/ragged.py",
-        "first_rank=self.ragged_parameters[0].first_rank",
+        "engine/parameters/ragged.py",
+        "first_rank=parameters[0].first_rank",
         "first_rank=0",
         "All units put their matrices on the same ranks, which step them while the others wait.",
         ("engine/test_ragged.py",),
@@ -249,7 +242,7 @@ FAULTS: list[Fault] = [
         ("engine/test_ragged.py",),
     ),
     Fault(
-        "engine/buckets/ragged.py",
+        "engine/buckets/slices.py",
         "        kept.copy_(unsharded.tensor(transport.rank * numel, (numel,), (1,)))\n",
         "        kept.copy_(unsharded.tensor(0, (numel,), (1,)))\n",
         "Backward gathers the slice of the first rank of a subgroup from all of them.",

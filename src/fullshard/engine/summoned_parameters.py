@@ -173,16 +173,12 @@ class SummonedParameters:
         return held
 
     def _write(self, held: dict[int, nn.Parameter], *, with_grads: bool) -> None:
-        for bucket in self.unit.buckets:
-            values = [value_of(held[id(parameter)]) for parameter in bucket.parameters]
-            for parameter, part in zip(bucket.parameters, bucket.parts(values), strict=True):
-                parameter.local.copy_(part)
-            if not with_grads:
-                continue
-            gradients = [held[id(parameter)].grad for parameter in bucket.parameters]
-            known = [v if g is None else value_of(g) for g, v in zip(gradients, values, strict=True)]
-            for parameter, gradient, part in zip(bucket.parameters, gradients, bucket.parts(known), strict=True):
-                parameter.set_gradient(None if gradient is None else part)
+        for parameter in self.unit.parameters:
+            value = held[id(parameter)]
+            parameter.local.copy_(parameter.local_part(value_of(value)))
+            if with_grads:
+                gradient = value.grad
+                parameter.set_gradient(None if gradient is None else parameter.local_part(value_of(gradient)))
 
     def _broadcast(self, held: dict[int, nn.Parameter]) -> None:
         """Broadcast the first rank's values into ``held`` of all ranks."""

@@ -318,9 +318,9 @@ class Unit:
         if before_forward and self.mesh.world_size > 1 and not self.policy.offloads:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in (bucket for bucket in self.buckets if bucket.has_parts):
-                    parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
-                    shown = zip(bucket.parameters, parts, strict=True)
-                    self.parts_shown.update((id(parameter), part.clone()) for parameter, part in shown)
+                    for parameter in bucket.parameters:
+                        part = parameter.local_part(value_of(parameter.unsharded))
+                        self.parts_shown[id(parameter)] = part.clone()
 
     def _write_back_unsharded(self) -> None:
         """Write what users have changed in unsharded parameters since ``show_unsharded`` into the shards.
@@ -343,14 +343,13 @@ class Unit:
                     )
                 before[id(parameter)] = parameter.local
         with torch.inference_mode(False), torch.no_grad():
-            for bucket in self.buckets if before else ():
-                if all(id(parameter) not in before for parameter in bucket.parameters):
-                    continue
-                parts = bucket.parts([value_of(parameter.unsharded) for parameter in bucket.parameters])
-                for parameter, part in zip(bucket.parameters, parts, strict=True):
-                    if (old := before.get(id(parameter))) is not None:
-                        changed, local = part != old.to(part), parameter.local
-                        local.copy_(torch.where(changed.to(local.device), part.to(local), local))
+            for bucket in self.buckets:
+                for parameter in [p for p in bucket.parameters if id(p) in before]:
+                    if not bucket.has_parts:
+                        bucket.copies()  # raises an error that says why values cannot be written back
+                    part, local = parameter.local_part(value_of(parameter.unsharded)), parameter.local
+                    changed = part != before[id(parameter)].to(part)
+                    local.copy_(torch.where(changed.to(local.device), part.to(local), local))
 
     def keep(self) -> None:
         """Keep the unsharded parameters until backward, or until the next forward all-gathers anew."""

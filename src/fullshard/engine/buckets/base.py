@@ -10,7 +10,6 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.base import Kind, Transport
@@ -18,7 +17,7 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
-from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
 from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
@@ -97,7 +96,10 @@ class Bucket:
 
     def write_back(self) -> None:
         """Copy the values of replaced parameters into the shards, and register the shards again."""
-        raise NotImplementedError
+        for parameter in self.parameters:
+            if not parameter.is_in_place():
+                parameter.local.copy_(parameter.local_part(value_of(parameter.sharded)))
+                parameter.place(parameter.local)
 
     @property
     def materialized(self) -> bool:
@@ -157,15 +159,6 @@ class Bucket:
 
         A collective, unless the shards are that.
         """
-
-    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of unsharded ``values``, one per parameter, in the shapes of the shards."""
-        raise NotImplementedError
-
-    @property
-    def optimizer_parameters(self) -> list[nn.Parameter]:
-        """The parameter objects that optimizers are given: the original ones, or the visible flat parameter."""
-        return [parameter.sharded for parameter in self.parameters] if self.handle is None else [self.handle.flat]
 
     def needs_rebuild(self) -> bool:
         """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
@@ -402,14 +395,18 @@ class BufferBucket(Bucket):
         """The all-gather that fills ``unsharded`` from ``shard``, by a layout of this bucket's kind."""
         raise NotImplementedError
 
-    @property
-    def _gradient_dtype(self) -> torch.dtype:
-        """A dtype that holds the sharded gradients of all parameters."""
-        return reduce(torch.promote_types, (parameter.gradient_dtype for parameter in self.parameters))
+    def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """The shard of one parameter on a buffer that is laid out as the shard buffer."""
+        raise NotImplementedError
 
     def _gradient_shards(self) -> torch.Tensor:
         """The sharded gradients as they lie in the shard buffer, zeros where there are none."""
-        raise NotImplementedError
+        dtype = reduce(torch.promote_types, (parameter.gradient_dtype for parameter in self.parameters))
+        shard = torch.zeros_like(self.shard_buffer, dtype=dtype)
+        for index, parameter in enumerate(self.parameters):
+            if (gradient := parameter.local_gradient) is not None and gradient.numel():
+                self._shard_on(shard, index).copy_(gradient)
+        return shard
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
         """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""

@@ -129,10 +129,6 @@ class ExtensionBucket(Bucket):
             "fullshard.unsharded"
         )
 
-    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Raise FullshardError, as ``copies`` does."""
-        return self.copies().values
-
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:

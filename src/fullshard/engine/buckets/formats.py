@@ -12,11 +12,10 @@ from torch import nn
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.base import Bucket, has_all_gather_hooks
 from fullshard.engine.buckets.extension import ExtensionBucket
-from fullshard.engine.buckets.flat import FlatBucket
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
-from fullshard.engine.buckets.ragged import RaggedBucket
+from fullshard.engine.buckets.slices import SliceBucket
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter
+from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter, set_gradient_dtype
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.ragged import RaggedParameter
 from fullshard.engine.parameters.registration import Registration
@@ -153,7 +152,10 @@ class FlatShardingFormat(ShardingFormat):
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
     ) -> Bucket:
         """Make the flat bucket of such a group, with the parameters' present values."""
-        return FlatBucket(cast("Sequence[FlatShardedParameter]", parameters), mesh, storage)
+        bucket = SliceBucket(cast("Sequence[FlatShardedParameter]", parameters), mesh, storage)
+        for parameter in parameters if storage.keep_reduced else ():
+            set_gradient_dtype(parameter.sharded, storage.reduce_dtype)
+        return bucket
 
     def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
         """Make the object that puts sharded and unsharded parameters into modules; register flat parameters."""
@@ -164,15 +166,17 @@ class FlatShardingFormat(ShardingFormat):
         for name in [name for name in module._parameters if name.startswith(FLAT_PARAMETER)]:
             del module._parameters[name]
         handles = []
-        for index, bucket in enumerate(cast("Sequence[FlatBucket]", buckets)):
+        for index, bucket in enumerate(cast("Sequence[SliceBucket]", buckets)):
             name = FLAT_PARAMETER if index == 0 else f"{FLAT_PARAMETER}_{index}"
-            handle = bucket.flat_parameters[0].handle
-            if handle is not None and handle.sharded_parameters == bucket.flat_parameters:
+            flat = cast("list[FlatShardedParameter]", bucket.parameters)
+            handle = flat[0].handle
+            if handle is not None and handle.sharded_parameters == flat:
                 handle.point_at(bucket.shard_buffer)
                 handle.name = name
             else:
-                handle = FlatParamHandle(module, name, bucket.shard_buffer, bucket.flat_parameters)
-            bucket.show(handle)
+                handle = FlatParamHandle(module, name, bucket.shard_buffer, flat)
+            bucket.handle = handle
+            handle.show(bucket.layout, keep_reduced=bucket.storage.keep_reduced)
             handles.append(handle)
         return FlatParameterRegistration(parameters, handles)
 
@@ -232,7 +236,7 @@ class RaggedShardingFormat(ShardingFormat):
     ) -> Bucket:
         """Make the bucket of such a group, with the parameters' present values."""
         if isinstance(parameters[0], RaggedParameter):
-            return RaggedBucket(cast("Sequence[RaggedParameter]", parameters), mesh, storage)
+            return SliceBucket(cast("Sequence[RaggedParameter]", parameters), mesh, storage)
         return super().bucket(parameters, mesh, storage, precision)
 
 

@@ -12,7 +12,7 @@ from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAll
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.message import lay_out
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.sharded import ShardedParameter, value_of
+from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.layout import PerParameterLayout, Route, Slot
 from fullshard.memory import Buffer, own_storage
 
@@ -44,7 +44,7 @@ class PerParameterBucket(BufferBucket):
         self.shard_buffer = self._new_shard_buffer(self.layout.shard_numel, values[0])
         for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
             local = own_storage(_shard_of(self.shard_buffer, slot, mesh.rank))
-            local.copy_(_local_rows(value, slot, mesh.rank))
+            local.copy_(parameter.local_part(value))
             parameter.place(local)
 
     def _move_shards(self) -> None:
@@ -53,26 +53,14 @@ class PerParameterBucket(BufferBucket):
     def _where(self, index: int) -> str:
         return f"{super()._where(index)}, {self.layout.slots[index].route.value}"
 
-    def write_back(self) -> None:
-        """Copy the values of replaced parameters into the shard buffer, and register the shards again."""
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            value = value_of(parameter.sharded)
-            if value is not parameter.local:
-                parameter.local.copy_(_local_rows(value, slot, self.mesh.rank))
-                parameter.place(parameter.local)
-
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the unsharded buffer and the messages of its all-gathers hold at the moment."""
         all_gathers = (self._all_gather, self._subgroup_all_gather)
         return super().allocated_bytes + sum(each.in_flight_bytes for each in all_gathers if each is not None)
 
-    def _gradient_shards(self) -> torch.Tensor:
-        shard = torch.zeros_like(self.shard_buffer, dtype=self._gradient_dtype)
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            if parameter.sharded.grad is not None:
-                _shard_of(shard, slot, self.mesh.rank).copy_(value_of(parameter.sharded.grad))
-        return shard
+    def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        return _shard_of(buffer, self.layout.slots[index], self.mesh.rank)
 
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
@@ -85,10 +73,6 @@ class PerParameterBucket(BufferBucket):
         copies = self._copies(layout, shard, dtype)
         all_gather(copies.all_gather)
         return copies.values
-
-    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of unsharded ``values``."""
-        return [_local_rows(v, slot, self.mesh.rank) for v, slot in zip(values, self.layout.slots, strict=True)]
 
     def never_quantized(self, index: int, kind: Kind) -> str:
         """Replicated parameters are not quantized, nor gradients of frozen ones."""
@@ -132,12 +116,3 @@ class PerParameterBucket(BufferBucket):
 def _shard_of(buffer: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """The rows of one parameter that ``rank`` holds, on a shard buffer."""
     return buffer.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset)
-
-
-def _local_rows(value: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    """The rows of ``value`` that ``rank`` holds; ``value`` may be the whole tensor or those rows already."""
-    shape = slot.local_shape(rank)
-    if tuple(value.shape) == shape:
-        return value
-    start, stop = slot.local_rows(rank)
-    return value.narrow(slot.parameter.cut, start, stop - start)

@@ -16,14 +16,17 @@ from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.slice_plan import plan_slices
-from fullshard.layout import FlatLayout, FlatShard
+from fullshard.layout import FlatLayout
 from fullshard.memory import Buffer, make_comm_stream
 
 __all__ = ["SliceBucket"]
 
 
 class SliceBucket(BufferBucket):
-    """One slice of the parameters of the bucket per rank, and one collective each way."""
+    """One slice of the parameters of the bucket per rank, and one collective each way.
+
+    How parameters are laid out, and which view of the slice is the shard of one, is for their class to say.
+    """
 
     layout: FlatLayout
     slice_parameters: Sequence[SliceParameter]  # the parameters, by their type
@@ -32,17 +35,16 @@ class SliceBucket(BufferBucket):
         super().__init__(parameters, mesh, storage)
         self.slice_parameters = parameters
         values = [value_of(parameter.sharded) for parameter in parameters]
-        self.layout = self._cut_before() or self._make_layout(
-            min(values[0].dtype.itemsize, storage.param_dtype.itemsize)
-        )
+        itemsize = min(values[0].dtype.itemsize, storage.param_dtype.itemsize)
+        alignment = max(4, 16 // itemsize)  # as vectorized kernels want it
+        self.layout = self._cut_before() or parameters[0].lay_out(parameters, mesh.world_size, alignment)
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])
         shards, together = self.layout.shards(mesh.rank), object()
         for parameter, slot, shard, value in zip(parameters, self.layout.slots, shards, values, strict=True):
-            self._before_placing(parameter)
             parameter.shard, parameter.slot = shard, slot
             if parameter.original_layout is None:
                 parameter.original_layout, parameter.cut_together = self.layout, together
-            parameter.local = local = self._view(self.shard_buffer, parameter, shard)
+            parameter.local = local = parameter.shard_on(self.shard_buffer)
             if shard.numel:
                 local.copy_(parameter.local_part(value))
             parameter.place(local)
@@ -55,16 +57,8 @@ class SliceBucket(BufferBucket):
             return None
         return FlatLayout(tuple(slots), cut.world_size, cut.slice_numel)
 
-    def _make_layout(self, itemsize: int) -> FlatLayout:
-        """Lay out whole parameters, in buffers of at least ``itemsize`` bytes for each element."""
-        raise NotImplementedError
-
-    def _before_placing(self, parameter: SliceParameter) -> None:
-        """Prepare a parameter that is about to be put on a new shard buffer."""
-
-    def _view(self, buffer: torch.Tensor, parameter: SliceParameter, shard: FlatShard) -> torch.Tensor:
-        """The view of ``buffer`` that is the shard of one parameter."""
-        raise NotImplementedError
+    def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        return self.slice_parameters[index].shard_on(buffer)
 
     def _where(self, index: int) -> str:
         first, of_rank = self.layout.slots[index].unsharded_offset, self.layout.slice_numel
@@ -78,10 +72,6 @@ class SliceBucket(BufferBucket):
             device = parameter.local.device
             parameter.forget_layout(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
-
-    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of unsharded ``values``, as they lie in its slice."""
-        return [p.local_part(value) for p, value in zip(self.slice_parameters, values, strict=True)]
 
     def quantized_together(self, index: int) -> tuple[int, str]:
         """Elements of the whole bucket, which is sent as one."""
@@ -114,6 +104,29 @@ class SliceBucket(BufferBucket):
             work.wait()
         return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
 
+    # ---------------------------------------------------------------- reshard to a subgroup
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the unsharded buffer, and the slice kept for a subgroup, hold at the moment."""
+        return super().allocated_bytes + (0 if self._subgroup_shard is None else self._subgroup_shard.allocated_bytes)
+
+    def reshard_to_subgroup(self, size: int) -> None:
+        """Keep this rank's slice of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
+        unsharded = self._unsharded
+        if unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
+            return
+        transport, numel = self.mesh.subgroup(size), self.layout.unsharded_numel // size
+        if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
+            shard = Buffer(numel, unsharded.dtype, unsharded.device)
+            own = shard.tensor(0, (numel,), (1,))
+            self._subgroup_all_gather = FlatAllGather(numel, own, unsharded, transport)
+            self._subgroup_shard = shard
+        assert self._subgroup_shard is not None
+        self._subgroup_shard.allocate()
+        kept = self._subgroup_shard.tensor(0, (numel,), (1,))
+        kept.copy_(unsharded.tensor(transport.rank * numel, (numel,), (1,)))
+
     # ---------------------------------------------------------------- reduce
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
@@ -124,7 +137,7 @@ class SliceBucket(BufferBucket):
         return tuple(range(len(self.parameters)))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return plan_slices(parameters, self.mesh, self.storage, self.layout, self.handle)
+        return plan_slices(parameters, self.mesh, self.storage, self.layout)
 
     def _make_all_gather(
         self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport

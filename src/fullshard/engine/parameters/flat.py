@@ -31,10 +31,9 @@ from fullshard.engine.parameters.sharded import (
 )
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.errors import FullshardError
-from fullshard.layout import FlatShard
-from fullshard.memory import own_storage
+from fullshard.layout import FlatLayout
 
-__all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "shard_view"]
+__all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "set_gradient_dtype"]
 
 
 NOT_FUNCTIONAL = (
@@ -79,9 +78,9 @@ class FlatShardedParameter(SliceParameter):
 
     def place(self, local: torch.Tensor) -> None:
         """Point the sharded parameter at ``local``; the parameter object stays the same wherever that is possible."""
-        old, self.local = self.sharded, local
-        if old.grad is not None and old.grad.shape != local.shape:
-            old.grad = None  # unsharded, from before the parameter was sharded
+        old, first, self.local = self.sharded, not hasattr(self, "local"), local
+        if old.grad is not None and (first or old.grad.shape != local.shape):
+            old.grad = None  # this rank's own, of the whole parameter, from before it was sharded
         self._set_data(local)
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, self)
@@ -97,7 +96,7 @@ class FlatShardedParameter(SliceParameter):
     def forget_layout(self, value: torch.Tensor) -> None:
         """Hold ``value``, the whole parameter, until it is laid out anew; a flat parameter that it was in is gone."""
         self.sharded.requires_grad_(self.requires_grad)
-        self.handle = None
+        self.handle = self.sharded.grad = None
         super().forget_layout(value)
 
     def is_registered(self) -> bool:
@@ -157,8 +156,8 @@ class FlatShardedParameter(SliceParameter):
         """Sharded gradient, or the part of the visible flat parameter's that belongs to this shard."""
         if self.handle is None or self.shard is None:
             return self.sharded.grad
-        gradient = self.handle.flat.grad
-        return None if gradient is None else gradient.narrow(0, self.shard.offset, self.shard.numel)
+        gradient, local = self.handle.flat.grad, self.local
+        return None if gradient is None else gradient.as_strided(local.shape, local.stride(), self.shard.offset)
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
         """Clear the sharded gradient, or all of the visible flat parameter's, as ``zero_grad`` does."""
@@ -259,6 +258,24 @@ class FlatParamHandle:
             if gradient is not None and parameter.shard is not None:
                 self.flat.grad.narrow(0, parameter.shard.offset, parameter.shard.numel).copy_(gradient.reshape(-1))
 
+    def show(self, layout: FlatLayout, *, keep_reduced: bool) -> None:
+        """Make the flat parameter the one that users see, on the shard buffer of a bucket.
+
+        Args:
+            layout: Of the bucket.
+            keep_reduced: Its gradients stay in the reduce dtype, which those of the original parameters have.
+        """
+        for parameter in self.sharded_parameters:
+            parameter.handle, local = self, parameter.local
+            if parameter.shard is not None and parameter.shard.numel:  # on the storage that users may free and refill
+                parameter.place(self._shard_buffer.as_strided(local.shape, local.stride(), parameter.shard.offset))
+        last = layout.slots[-1]
+        end = last.unsharded_offset + last.parameter.numel
+        # DTensors are cut as torch.chunk cuts: only where that gives our slices can the padding be left out.
+        self.numel = end if -(-end // layout.world_size) == layout.slice_numel else layout.unsharded_numel
+        if keep_reduced:
+            set_gradient_dtype(self.flat, self.sharded_parameters[0].sharded.grad_dtype)
+
     def _describe(self) -> None:
         self.flat.__class__ = FlatParameter  # a move that swaps tensors swaps classes and attributes too
         self.flat.fqns = tuple(parameter.fqn for parameter in self.sharded_parameters)
@@ -309,10 +326,8 @@ class FlatParamHandle:
         return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
 
 
-def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: SliceParameter, *, whole: bool) -> torch.Tensor:
-    """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
-    shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((shard.numel,), (1,))
-    if not shard.numel:
-        # On memory of its own, see FlatShardedParameter.is_in_place.
-        return buffer.new_empty(1).as_strided_(shape, stride)
-    return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + shard.offset))
+def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Have gradients of this dtype, also one that is there (and that a move has cast)."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)

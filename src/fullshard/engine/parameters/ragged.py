@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from fullshard.engine.parameters.ragged_tensor import RaggedShard
 from fullshard.engine.parameters.sharded import ShardedParameter, keep_gradient_dtype, mark
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.layout import Granularity, granule_of, is_row_major
+from fullshard.layout import FlatLayout, Granularity, granule_of, is_row_major, ragged_layout
+from fullshard.memory import own_storage
 
 __all__ = ["RaggedParameter"]
 
@@ -20,6 +22,26 @@ class RaggedParameter(SliceParameter):
 
     granularity: Granularity = "element"
     first_rank: int = 0  # see ``ragged_layout``
+
+    @staticmethod
+    def lay_out(parameters: Sequence[RaggedParameter], world_size: int, alignment: int) -> FlatLayout:
+        """Lay out whole parameters, cut where their granularities allow it."""
+        return ragged_layout(
+            [parameter.shape for parameter in parameters],
+            [parameter.granularity for parameter in parameters],
+            world_size=world_size,
+            alignment=alignment,
+            first_rank=parameters[0].first_rank,
+        )
+
+    def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Make the shard on a buffer of this rank's slice: rows, or single elements."""
+        assert self.shard is not None
+        placement, rank = self.ragged_placement(), self.placement.mesh.rank
+        shape, stride = placement.local_shape(rank), placement.local_stride(rank)
+        if not self.shard.numel:  # memory of its own: a view at the end of the buffer has none, and cannot be saved
+            return torch.empty_strided(shape, stride, dtype=buffer.dtype, device=buffer.device)
+        return own_storage(buffer.as_strided(shape, stride, self.shard.offset))
 
     @property
     def by_rows(self) -> bool:

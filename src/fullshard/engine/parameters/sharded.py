@@ -53,6 +53,7 @@ from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, d
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
+from fullshard.layout.regions import chunk_of
 
 __all__ = [
     "Owner",
@@ -151,6 +152,18 @@ class ShardedParameter:
         value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
         return cls(parameter, [owner], (fqn,), placement, shape)
+
+    def local_part(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, a view, of ``value``: of the unsharded parameter's shape, or that part already."""
+        dim, mesh = self.placement.shard_dim, self.placement.mesh
+        if dim is None:
+            return value
+        start, size = chunk_of(self.shape.shape[dim], mesh.world_size, mesh.rank)
+        return value if value.shape[dim] == size else value.narrow(dim, start, size)
+
+    def is_in_place(self) -> bool:
+        """True if the sharded parameter has its part of the shard buffer for its local tensor."""
+        return value_of(self.sharded) is self.local
 
     def place(self, local: torch.Tensor) -> None:
         """Make ``sharded`` the DTensor whose local tensor is ``local``.

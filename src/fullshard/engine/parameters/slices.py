@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
+from fullshard.memory import own_storage
 
 __all__ = ["SliceParameter"]
 
@@ -18,9 +20,21 @@ class SliceParameter(ShardedParameter):
     shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
-    cut_together: object | None = (
-        None  # the same for the parameters of one original bucket; others may be laid out alike
-    )
+    cut_together: object | None = None  # the same for all of one original bucket; others may be laid out alike
+
+    @staticmethod
+    def lay_out(parameters: Sequence[Any], world_size: int, alignment: int) -> FlatLayout:
+        """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
+        return FlatLayout.build([p.shape for p in parameters], world_size=world_size, alignment=alignment)
+
+    def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Make the shard on a buffer of this rank's slice: 1-D, or of the parameter's shape where nothing is cut."""
+        assert self.shard is not None
+        whole, numel = self.placement.mesh.world_size == 1, self.shard.numel
+        shape, stride = (self.shape.shape, self.shape.stride) if whole else ((numel,), (1,))
+        if not numel:  # on memory of its own, see FlatShardedParameter.is_in_place
+            return buffer.new_empty(1).as_strided_(shape, stride)
+        return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + self.shard.offset))
 
     def forget_layout(self, value: torch.Tensor) -> None:
         """Hold ``value``, the whole parameter, until it is laid out anew."""

@@ -20,7 +20,6 @@ from fullshard.comm import Operand, Slice
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
@@ -151,7 +150,7 @@ class ReductionPlan:
     # What is there also gets into the shards that are reduced over replicas.
     zeroes_message: bool = False
     dtensors: bool = True  # sharded gradients are DTensors; if not, 1-D parts of flattened parameters
-    handle: FlatParamHandle | None = None  # of the visible flat parameter, which gets all gradients
+    together: bool = False  # one parameter that is optimized gets all gradients: a visible flat parameter
     _presence_numbers: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict, repr=False)  # sent of late
 
     # ---------------------------------------------------------------- where, over which axes, in which dtypes
@@ -315,9 +314,9 @@ class ReductionPlan:
 
     def accumulate(self, shards: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
         """Set (or add to) the sharded gradients, and run the hooks that users put on parameters."""
-        if self.handle is not None:
+        if self.together:
             if any(present):
-                accumulate_gradient(self.handle.flat, shards[0].narrow(0, 0, self.presence_offset))
+                accumulate_gradient(self.parameters[0].optimized, shards[0].narrow(0, 0, self.presence_offset))
             return
         starts = [tensor.storage_offset() for tensor in shards]
         for parameter, (index, view), is_there in zip(self.parameters, self.views, present, strict=True):

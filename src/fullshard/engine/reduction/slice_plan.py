@@ -11,7 +11,6 @@ from fullshard.comm import Slice
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, Packing, ReductionPlan
 from fullshard.layout import FlatLayout
@@ -25,7 +24,6 @@ def plan_slices(
     mesh: ShardMesh,
     storage: Storage,
     layout: FlatLayout,
-    handle: FlatParamHandle | None,
 ) -> ReductionPlan:
     """Plan the reduction of all parameters of a bucket; presence numbers are an operand of their own behind them.
 
@@ -34,7 +32,6 @@ def plan_slices(
         mesh: Its ranks.
         storage: Its dtypes and devices.
         layout: Where its parameters lie.
-        handle: Of the visible flat parameter.
     """
     ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
     communicates = ranks > 1 or mesh.replicas > 1
@@ -56,7 +53,7 @@ def plan_slices(
         packed=tuple(part for part in packed if part.numel),
         packing=_rows(layout) if together else _copies(layout, communicates),
         dtensors=isinstance(parameters[0].sharded, DTensor),
-        handle=handle,
+        together=parameters[0].optimized is not parameters[0].sharded,
     )
 
 
