@@ -22,7 +22,7 @@ LAYERS = [
     {""},
     {"composable", "wrapper", "planning"},
     {"frontend"},
-    {"activation_checkpoint", "comm_hooks"},
+    {"activation_checkpoint", "activation_offload", "comm_hooks"},
     {"wrap"},
     {"checkpoint", "debug", "optim", "plan"},
     {"engine"},

@@ -1,8 +1,8 @@
 """Activation checkpointing for sharded and plain models, and activation offloading for sharded ones.
 
 The wrappers are PyTorch's own, re-exported here. They remove their prefix from state dict keys and parameter names.
-Defined here are ``apply_activation_checkpointing``, on wrap plans, and ``offload_activations``, on the engine's
-schedule.
+Defined here are ``apply_activation_checkpointing``, on wrap plans, and ``offload_activations``, whose copies run beside
+the units of ``activation_offload.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 
+from fullshard.activation_offload import ActivationOffload
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.settings import ActivationOffload
 from fullshard.wrap import Policy, PolicyFunction, lambda_auto_wrap_policy, plan_for
 from fullshard.wrap.tree import has_forward
 
@@ -175,8 +175,14 @@ def offload_activations(
             if unit is None or id(unit) not in units:
                 raise ValueError(f"{api}: modules: expected sharded modules of model, found a {type(module).__name__}")
             chosen[id(unit)] = unit
-    if any(unit.mesh.device.type == "cpu" for unit in chosen.values()):
+    devices = {unit.mesh.device for unit in chosen.values()}
+    if any(device.type == "cpu" for device in devices):
         warnings.warn(f"{api} has no effect on the CPU: activations are in CPU memory already", stacklevel=2)
-    policy = ActivationOffload(fraction, min_bytes, pin_memory) if fraction else None
+    offloads = {
+        device: ActivationOffload(fraction, min_bytes, pin_memory, device)
+        for device in devices
+        if fraction and device.type != "cpu"
+    }
     for key, unit in units.items():
-        unit.settings.activation_offload = policy if key in chosen else None
+        offload = offloads.get(unit.mesh.device) if key in chosen else None
+        unit.settings.around_forward = None if offload is None else offload.around

@@ -24,11 +24,11 @@ import fullshard
 import fullshard.optim
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory
 from fullshard.activation_checkpoint import offload_activations
+from fullshard.activation_offload import Activation, ActivationOffload
 from fullshard.checkpoint.state import snapshot
 from fullshard.comm import NcclTransport
 from fullshard.comm import collective as collectives
 from fullshard.engine import runtime as runtime
-from fullshard.engine.activation_offload import Activation, ForwardActivations
 from fullshard.engine.buckets.base import Bucket
 from fullshard.engine.reduction import grad_reduction as reduction
 from fullshard.engine.reduction import queue as reductions
@@ -473,18 +473,18 @@ def _never_waited(work: Any) -> None:
         work._waited = True
 
 
-def _left_without_waiting(self: ForwardActivations) -> None:
+def _left_without_waiting(self: ActivationOffload) -> None:
     _never_waited(self._copies)
     self._copies = None
-    _free_device_memory(self)
+    _finish_copies(self)
 
 
-_free_device_memory = ForwardActivations.free_device_memory
+_finish_copies = ActivationOffload.finish_copies
 
 
 def _used_without_waiting(self: Activation) -> torch.Tensor:
-    if self.memory is None or self.memory[1] is None:
-        self.forward.fetch()
+    if self.device is None:
+        self.offload.fetch(self.forward)
     _never_waited(self.returning)
     self.returning = None
     return _on_device(self)
@@ -581,7 +581,7 @@ FAULTS: dict[str, Fault] = {
         replace(snapshot, "stream_waiter", lambda device: lambda: None), saved
     ),
     "activations are freed while they leave": Fault(
-        replace(ForwardActivations, "free_device_memory", _left_without_waiting), activations
+        replace(ActivationOffload, "finish_copies", _left_without_waiting), activations
     ),
     "activations are used before they are back": Fault(
         replace(Activation, "on_device", _used_without_waiting), activations

@@ -20,6 +20,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.activation_checkpoint import checkpoint_wrapper, offload_activations
+from fullshard.activation_offload import Activation, ActivationOffload
 from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
@@ -189,17 +190,15 @@ def test_writes_to_saved_tensors_are_errors(rank: Rank) -> None:
 @contextlib.contextmanager
 def copies() -> Iterator[list[int]]:
     """Bytes of the activations that are copied to the host, by unit."""
-    from fullshard.engine.activation_offload import ForwardActivations
-
     seen: list[int] = []
-    original = ForwardActivations._copy_to_host
+    original = ActivationOffload._copy_to_host
 
     def noted(self: Any) -> None:
-        seen.append(sum(each.nbytes for each in self._leaving))
+        seen.append(sum(part.numel() for _, part in self._leaving))
         original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardActivations, "_copy_to_host", noted)
+        patch.setattr(ActivationOffload, "_copy_to_host", noted)
         yield seen
 
 
@@ -306,27 +305,22 @@ def test_a_retained_graph_keeps_nothing_on_the_device(rank: Rank) -> None:
     for _ in range(2):
         loss = model(batch(rank, 0)).square().mean()
         loss.backward(retain_graph=True)
-        with forwards() as seen:
+        with used() as seen:
             loss.backward(retain_graph=True)
-        assert len(seen) == BLOCKS - 1
-        for forward in seen:
-            alive = [each for ref in forward._offloaded if (each := ref()) is not None]
-            assert alive
-            assert all(each.memory is not None and each.memory[1] is None for each in alive)
+        assert len({activation.forward for activation in seen}) == BLOCKS - 1
+        assert all(not activation.saved and activation.device is None for activation in seen)
 
 
 @contextlib.contextmanager
-def forwards() -> Iterator[list[Any]]:
-    """Forwards whose activations a graph fetches by itself."""
-    from fullshard.engine.activation_offload import ForwardActivations
+def used() -> Iterator[list[Activation]]:
+    """Yield the activations that are used on the device again, as often as they are."""
+    seen: list[Activation] = []
+    original = Activation.on_device
 
-    seen: list[Any] = []
-    original = ForwardActivations.fetch_late
-
-    def noted(self: Any) -> None:
+    def noted(self: Activation) -> torch.Tensor:
         seen.append(self)
-        original(self)
+        return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardActivations, "fetch_late", noted)
+        patch.setattr(Activation, "on_device", noted)
         yield seen

@@ -120,7 +120,9 @@ def of_step(rank: Rank, mode: str) -> list[float]:
     x = torch.zeros(4, device=rank.device, requires_grad=True)
     if mode == "activations":
         model = sharded(rank, time)
-        offload_activations(model, min_bytes=NUMEL * 4, pin_memory=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fullshard.activation_offload.make_comm_stream", lambda *_, **__: SimulatedLane(time))
+            offload_activations(model, min_bytes=NUMEL * 4, pin_memory=False)
     else:
         policy = CPUOffloadPolicy(pin_memory=False, fraction=0.5 if mode.startswith("half") else 1.0)
         model = sharded(rank, time, 4, offload_policy=policy, reshard_after_forward=True)

@@ -50,12 +50,9 @@ __all__ = [
     "BackwardPass",
     "Call",
     "after_accumulation",
-    "begin_saved_tensor_hooks",
     "current_backward",
     "differentiable",
-    "end_saved_tensor_hooks",
     "in_backward",
-    "may_hook_saved_tensors",
     "outside_transforms",
     "register_post_backward",
     "register_pre_backward",
@@ -358,22 +355,6 @@ def after_accumulation(leaf: torch.Tensor, call: Callable[[torch.Tensor], None])
     if leaf.requires_grad and _HOOKED not in leaf.__dict__:
         leaf.__dict__[_HOOKED] = True
         leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-
-
-def may_hook_saved_tensors() -> bool:
-    """True if nobody's hooks on saved tensors are in force on this thread, and nobody forbids them."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return bool(enabled) and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-
-def begin_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Have autograd save what ``pack`` returns for a tensor, and use what ``unpack`` makes of that in backward."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def end_saved_tensor_hooks() -> None:
-    """Undo the last ``begin_saved_tensor_hooks``; tensors saved since keep the hooks."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 class BackwardPass:

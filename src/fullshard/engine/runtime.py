@@ -46,7 +46,6 @@ from torch import nn
 
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
-from fullshard.engine.activation_offload import OffloadedForwards
 from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.ownership import check_owned, nested_units, rename
@@ -76,7 +75,6 @@ class Runtime:
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
     finalization: object | None  # that was begun, and is to be waited for
-    activations: OffloadedForwards
     steps: StepCount
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _open_forwards: int  # of any unit
@@ -96,7 +94,7 @@ class Runtime:
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
         self.prefetcher, self._reductions = Prefetcher(units), ReductionQueue()
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
-        self.activations, self.steps = OffloadedForwards(self._units), StepCount()
+        self.steps = StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self.finalization = None
         self._backward, self._reached, self._unshard_after = None, False, None
@@ -131,8 +129,8 @@ class Runtime:
                 if torch.is_grad_enabled():
                     args, kwargs = unit.register_post_backward(_BackwardOf(unit), args, kwargs)
             args, kwargs = unit.cast_inputs(args, kwargs)
-            if unit.settings.activation_offload is not None:  # last: an exception before would leave its hooks in force
-                self.activations.begin(unit, unit.open_forwards[-1], self.comm_streams.host_copies)
+            if unit.settings.around_forward is not None:
+                unit.open_forwards[-1].enter(unit.settings.around_forward(unit))
         except BaseException:
             self.abort_forward(unit)
             raise
@@ -142,7 +140,7 @@ class Runtime:
         """After ``module`` has computed: cast and watch the outputs, and reshard the unit as its settings say."""
         forward, events, has_backward = unit.open_forwards[-1], _BackwardOf(unit), False
         try:
-            self.activations.end(forward)
+            forward.leave()
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
                 output, has_backward = hooks.register_pre_backward(events, output, forward.first_node)
@@ -165,7 +163,7 @@ class Runtime:
         if not hooks.in_backward():  # a recomputation may end early, by an exception
             PROGRESS.failed(f"forward of {unit.described}")
         try:
-            self.activations.end(forward, failed=True)
+            forward.leave()
             if not unit.open_forwards:
                 unit.modules_run.clear()
                 unit.phase = forward.resumes
@@ -186,7 +184,6 @@ class Runtime:
             PROGRESS.begin_forward(self.steps)
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
-            self.activations.begin_forward()
             self._unshard_after, self._read = None, []  # a forward that raised may have left some
             if self._root_runs:
                 for left_over in self.units():
@@ -407,7 +404,6 @@ class Runtime:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
         creates_graph, self._backward = self.creates_graph, None
         self.prefetcher.passed_by.clear()
-        self.activations.backward_ended()
         self._reductions.launch(self.comm_streams)
         root = self.root()
         if not self.is_last_backward or (root is not None and root.settings.finalized_by_caller):
@@ -502,7 +498,6 @@ class Runtime:
     def reshard_and_reduce(self, unit: Unit) -> None:
         """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
         unit.end_calls()
-        self.activations.backward_ended(unit)
         self._reshard_after_backward(unit, creates_graph=self.creates_graph)  # before memory for the reduction is taken
         if unit.settings.requires_gradient_sync:
             self.reduce(unit)
@@ -547,7 +542,6 @@ class Runtime:
                 if other.phase is Phase.FORWARD:
                     other.open_forwards[0].inner_backward = InnerBackward.RUNS
         self.prefetcher.backward_began(unit)
-        self.activations.backward_began(unit)
         self._prefetch(self.prefetcher.next_in_backward(unit))
 
     def _finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
@@ -704,7 +698,6 @@ class Runtime:
         self.prefetcher.ended.clear()
         self.prefetcher.passed_by.clear()
         self.prefetcher.clear()
-        self.activations.drop()
 
     def _release_host_memory(self) -> None:
         """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from fullshard.engine.reduction.grad_reduction import ReductionTerms
 from fullshard.memory import CommStream, Event, Stream, make_comm_stream
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["ActivationOffload", "CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+__all__ = ["CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
 
 
 # What reduce_dtype=None means: as FSDP2 of the installed torch has it.
@@ -120,12 +121,11 @@ class CommStreams(NamedTuple):
     all_gather: CommStream
     reduce_scatter: CommStream
     all_reduce: CommStream
-    host_copies: CommStream  # of activations, see [Note: Offloaded activations]
 
     @classmethod
     def on(cls, device: torch.device) -> CommStreams:
         """New streams on ``device``."""
-        return cls(*(make_comm_stream(device, priority=-1) for _ in range(4)))
+        return cls(*(make_comm_stream(device, priority=-1) for _ in range(3)))
 
 
 @dataclass(slots=True)
@@ -177,14 +177,6 @@ class CollectiveSettings:
     quantization: MeshQuantization | None = None  # not together with those, nor with a communication hook
 
 
-class ActivationOffload(NamedTuple):
-    """Which activations of a unit are in host memory between forward and backward."""
-
-    fraction: float  # of their bytes
-    min_bytes: int  # those in smaller memory stay on the device
-    pin_memory: bool
-
-
 @dataclass(slots=True)
 class UnitSettings:
     """Choices that may change between steps."""
@@ -205,7 +197,8 @@ class UnitSettings:
     comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport
     comm_streams: CommStreams | None = None  # shared with other roots; None: the root's runtime makes its own
     post_optim_event: Event | None = None  # for the next forward of the root only
-    activation_offload: ActivationOffload | None = None
+    # Returns a context for a forward of the unit, which it is called with: around all that the module itself computes.
+    around_forward: Callable[[Any], contextlib.AbstractContextManager[object]] | None = None
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
         """``mesh`` with the transports that the user's choices call for. A single rank needs none but its own."""

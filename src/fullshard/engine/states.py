@@ -6,6 +6,7 @@ Each has one table of legal moves; ``Unit`` makes no other.
 from __future__ import annotations
 
 import enum
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from fullshard.engine import hooks
@@ -86,3 +87,15 @@ class OpenForward:
     first_node: int  # autograd nodes that there were when it began
     call: hooks.Call | None = None  # sees the end of its backward; None: no input requires a gradient
     inner_backward: InnerBackward = InnerBackward.NONE
+    context: AbstractContextManager[object] | None = None  # around what the module itself computes
+
+    def enter(self, context: AbstractContextManager[object]) -> None:
+        """Enter the context that is around what the module itself computes."""
+        context.__enter__()
+        self.context = context
+
+    def leave(self) -> None:
+        """Leave that context, if it was entered and not left."""
+        context, self.context = self.context, None
+        if context is not None:
+            context.__exit__(None, None, None)
