@@ -30,7 +30,7 @@ from front_ends import (
 from fullshard import FSDPModule, UnmaterializedParameterError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.runtime import runtime_of
+from fullshard.engine.runtime import current_runtime, runtime_of
 from fullshard.errors import FullshardError
 from models import Mlp, batch, reference_backward, tiny_units, with_reference
 from ranks import Rank, on_ranks
@@ -90,7 +90,7 @@ def test_names_and_order(rank: Rank, top_first: bool) -> None:
         model.zero_grad()
         assert_trains_alike(model, reference, rank, steps=1)
     assert_trains_alike(model, reference, rank)
-    assert unit_of(model[1]).runtime is unit_of(model).runtime
+    assert current_runtime(unit_of(model[1])) is current_runtime(unit_of(model))
     inner = fully_shard(nn.Sequential(COMPOSABLE.wrap(layers(), rank)), mesh=rank.mesh)
     inner(inputs())
     assert [unit.name for unit in nested_units(inner)] == ["", "0", "0.0", "0.1", "0.2", "0.3"]

@@ -24,6 +24,7 @@ from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, Transport, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
 from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.unit import unit_owning
 from fullshard.memory import Work
 from models import (
     Language,
@@ -215,7 +216,7 @@ def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[i
     """Watch the gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
     seen: list[int] = []
     usual = transport._all_gather
-    unit = bucket.parameters[0].unit()
+    unit = unit_owning(bucket.parameters[0])
     assert unit is not None
 
     def gather(requests: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from front_ends import (
 from fullshard import PhaseError, fully_shard, share_comm_ctx
 from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
+from fullshard.engine.runtime import current_runtime
 from models import LossOf, Mlp, Stack, batch, reference_backward, square_loss, tiny_units, tokens
 from ranks import Rank, on_ranks
 
@@ -60,10 +61,10 @@ def test_two_roots(rank: Rank) -> None:
             reference_backward(reference[index], rank.world_size, square_loss(3))
         assert_same_gradients(model, reference)
         assert_at_rest(model)
-    assert unit_of(model[0]).runtime is not unit_of(model[1]).runtime
+    assert current_runtime(unit_of(model[0])) is not current_runtime(unit_of(model[1]))
     fully_shard(model, mesh=rank.mesh)
     assert_trains_alike(model, reference, rank, steps=1)
-    assert unit_of(model[0]).runtime is unit_of(model[1]).runtime is unit_of(model).runtime
+    assert current_runtime(unit_of(model[0])) is current_runtime(unit_of(model[1])) is current_runtime(unit_of(model))
     assert [unit_of(stage).name for stage in model] == ["0", "1"]
 
 
@@ -156,7 +157,7 @@ def test_part_as_a_root_of_its_own(rank: Rank, first: str) -> None:
     for loss in (of_part, square_loss(0)):
         reference_backward(reference, rank.world_size, loss)
     assert_same_gradients(model, reference)
-    assert unit_of(model.blocks[1]).runtime is unit_of(model).runtime
+    assert current_runtime(unit_of(model.blocks[1])) is current_runtime(unit_of(model))
     for module in (model, reference):
         module.zero_grad()
     assert_trains_alike(model, reference, rank, steps=1)
@@ -175,11 +176,11 @@ def test_share_comm_ctx(rank: Rank, when: str) -> None:
         assert_trains_alike(*ran, rank, steps=1)
     share_comm_ctx(list(model)[:: 1 if when == "before" else -1])
     assert_trains_alike(model, reference, rank, steps=1)
-    streams = [unit_of(stage).runtime.comm_streams for stage in model]
+    streams = [current_runtime(unit_of(stage)).comm_streams for stage in model]
     assert streams[0] is streams[1]
     fully_shard(model, mesh=rank.mesh)
     assert_trains_alike(model, reference, rank, steps=1)
-    assert unit_of(model).runtime.comm_streams is streams[0]
+    assert current_runtime(unit_of(model)).comm_streams is streams[0]
     share_comm_ctx([])
 
 

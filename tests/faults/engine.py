@@ -103,7 +103,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/runtime.py",
-        '            and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)\n',
+        '        and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)\n',
         "            and False\n",
         "Gradients of parameters around inner units whose outputs no loss came from are not reduced.",
         ("training/test_gradients_on_some_ranks.py",),

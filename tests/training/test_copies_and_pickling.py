@@ -39,6 +39,7 @@ from front_ends import (
 )
 from fullshard import FSDPModule, FullshardError, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.runtime import current_runtime
 from models import Language, Mlp, batch, square_loss, tokens
 from pairwise import each_value
 from ranks import Rank, on_ranks
@@ -127,7 +128,7 @@ def test_copies_of_parts(rank: Rank, front_end: FrontEnd) -> None:
     x = torch.ones(2, 6)
     assert_equal(block(x).detach(), model.blocks[0](x).detach(), "output")
     block(x).sum().backward()
-    assert unit_of(block).runtime is not unit_of(model).runtime
+    assert current_runtime(unit_of(block)) is not current_runtime(unit_of(model))
     around = nn.ModuleDict({"a": front_end.wrap(nn.Linear(3, 2), rank, []), "b": nn.Linear(2, 2)})
     copied = copy.deepcopy(around)
     with torch.no_grad():

@@ -22,11 +22,13 @@ from fullshard.comm import (
     SymmetricMemoryReduceScatter,
     Transport,
 )
+from fullshard.engine.finalization import awaits_finalization, begin_finalization, end_finalization
 from fullshard.engine.ownership import holders_of, holding, nested_units, units_of
 from fullshard.engine.parameters.spmd_types import unchecked
-from fullshard.engine.runtime import Runtime, ensure_idle, runtime_of
+from fullshard.engine.runtime import Runtime, current_runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
+from fullshard.engine.user_unshard import begin_user_unshard, end_user_unshard, user_unshard
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_bool
 from fullshard.frontend.sharded_module import (
@@ -238,11 +240,11 @@ class FSDPModule(ShardedModule):
         """
         check_bool("set_manual_backward_finalization", enabled)
         settings = unit_at(self).settings
-        if unit_at(self).runtime is None:  # the next forward says which module is the root
+        if current_runtime(unit_at(self)) is None:  # the next forward says which module is the root
             settings.finalized_by_caller = enabled
             return
         runtime = self._runtime_of_root("set_manual_backward_finalization")
-        if enabled is not settings.finalized_by_caller and runtime.awaits_finalization:
+        if enabled is not settings.finalized_by_caller and awaits_finalization(runtime):
             raise PhaseError(
                 "set_manual_backward_finalization: a backward has not ended, or was not finalized; call it between "
                 "steps"
@@ -284,7 +286,7 @@ class FSDPModule(ShardedModule):
             ```
         """
         check_bool("async_op", async_op)
-        if unit_at(self).runtime is None:
+        if current_runtime(unit_at(self)) is None:
             return GradientReductionHandle() if async_op else None
         runtime = self._runtime_of_root("finalize_backward")
         if not unit_at(self).settings.finalized_by_caller:
@@ -712,7 +714,7 @@ class UnshardHandle:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        runtime_of(unit).begin_user_unshard(unit)
+        begin_user_unshard(unit)
 
     @unchecked
     def wait(self) -> None:
@@ -729,7 +731,7 @@ class GradientReductionHandle:
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
-        self._begun = None if runtime is None else runtime.begin_finalization()
+        self._begun = None if runtime is None else begin_finalization(runtime)
 
     @unchecked
     def wait(self) -> None:
@@ -739,7 +741,7 @@ class GradientReductionHandle:
             FullshardError: If ``reset_iter_state``, or an exception in a collective, has dropped the gradients since.
         """
         if self._runtime is not None:
-            self._runtime.end_finalization(self._begun)
+            end_finalization(self._runtime, self._begun)
             self._runtime = None
 
 
@@ -811,14 +813,14 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     try:
         for unit in units:
             ensure_idle(unit)
-            runtime_of(unit).begin_user_unshard(unit)
+            begin_user_unshard(unit)
         for unit in units:
-            runtime_of(unit).user_unshard(unit)
+            user_unshard(unit)
             unsharded_units.append(unit)
         yield module
     finally:
         for unit in unsharded_units:
-            runtime_of(unit).end_user_unshard(unit)
+            end_user_unshard(unit)
         for unit in units[len(unsharded_units) :]:  # one of their all-gathers failed
             if unit.is_idle and not unit.user_unshards:
                 unit.reshard()
@@ -850,12 +852,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         return
     comm_streams = units[0].settings.comm_streams
     if comm_streams is None:
-        runtime = units[0].runtime
+        runtime = current_runtime(units[0])
         comm_streams = CommStreams.on(units[0].mesh.device) if runtime is None else runtime.comm_streams
     for unit in units:
         unit.settings.comm_streams = comm_streams
-        if unit.runtime is not None:
-            unit.runtime.comm_streams = comm_streams
+        if (runtime := current_runtime(unit)) is not None:
+            runtime.comm_streams = comm_streams
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -958,7 +960,8 @@ def _reshard(module: nn.Module, *_: Any) -> None:
 
 
 def _is_computing(unit: Unit) -> bool:
-    running = unit.runtime is not None and unit.runtime.busy
+    runtime = current_runtime(unit)
+    running = runtime is not None and runtime.busy
     return running or not unit.is_idle or unit.user_unshards > 0
 
 

@@ -22,7 +22,7 @@ from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.names import clean_name
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, unit_owning
 from fullshard.errors import NonFiniteError
 from fullshard.progress import PROGRESS, StepCount
 from fullshard.ranks.agreement import gather, list_ranks
@@ -147,7 +147,7 @@ class _NonFiniteSearch:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         of_model = units_of(self.model)
-        managed = (each.unit() for ref in managed_parameters(optimizer) if (each := ref()) is not None)
+        managed = (unit_owning(each) for ref in managed_parameters(optimizer) if (each := ref()) is not None)
         stepped = [unit for unit in dict.fromkeys(managed) if unit is not None and unit in of_model]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:

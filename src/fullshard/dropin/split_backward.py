@@ -92,4 +92,4 @@ def _accumulating(units: list[Unit]) -> Iterator[None]:
             parameter.unsharded.grad = None if gradient is None else gradient.to(parameter.unsharded.grad_dtype)
             parameter.collect_gradient()
     for unit in units:  # all of them: which units are reduced must not depend on the gradients of this rank
-        unit.expect_more_gradients()
+        unit.gradients.expect_more()

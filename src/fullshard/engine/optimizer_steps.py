@@ -14,13 +14,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fullshard.engine.parameters.sharded import ShardedParameter, managed_by, superseding
-from fullshard.engine.runtime import each_runtime, live_roots, runtime_of
+from fullshard.engine.finalization import check_stepped
+from fullshard.engine.ownership import superseding
+from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
+from fullshard.engine.runtime import Runtime, each_runtime, live_roots, runtime_of
 from fullshard.engine.states import InnerBackward
 from fullshard.engine.unaveraged import warn_of_unaveraged
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, unit_owning
 from fullshard.errors import FullshardError
-from fullshard.progress import PROGRESS
+from fullshard.progress import PROGRESS, LaunchLog
 
 __all__ = ["managed_parameters", "watch_optimizers"]
 
@@ -33,6 +35,8 @@ class _Known(NamedTuple):
     managed: list[weakref.ref[ShardedParameter]]  # those of the parameters that units own
 
 
+_UnitRef = weakref.ref[Unit]
+_largest: weakref.WeakKeyDictionary[Runtime, tuple[_UnitRef, dict[LaunchLog, _UnitRef]]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 _sharded = 0  # how often modules were sharded in this process
 _stepping: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
@@ -62,7 +66,7 @@ def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParamete
 def _units_of(optimizer: Optimizer) -> list[Unit]:
     """Return the units that have the optimizer's parameters now: wrapping may move a parameter to another unit."""
     parameters = (ref() for ref in managed_parameters(optimizer))
-    units = (parameter.unit() for parameter in parameters if parameter is not None)
+    units = (unit_owning(parameter) for parameter in parameters if parameter is not None)
     return list({id(unit): unit for unit in units if unit is not None}.values())
 
 
@@ -73,7 +77,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     PROGRESS.enter("optimizer step", None)
     units = _units_of(optimizer)
     for runtime in each_runtime(units):
-        runtime.check_stepped()
+        check_stepped(runtime)
     _stepping[optimizer] = [unit.ref for unit in units]
     for unit in units:
         if unit.shown is not None and unit.is_idle and not unit.user_unshards and not runtime_of(unit).busy:
@@ -147,11 +151,26 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 def _count(units: list[Unit]) -> None:
     stepped = {unit.ref for unit in units}
     for runtime in each_runtime(units):
-        if runtime.largest_trained in stepped:
+        largest, by_log = _largest.get(runtime) or _largest.setdefault(runtime, _largest_units(runtime.units()))
+        if largest in stepped:
             runtime.steps.optimizer_stepped()
-        for log, largest in runtime.largest_by_group.items():
-            if largest in stepped:
+        for log, largest_of_group in by_log.items():
+            if largest_of_group in stepped:
                 log.stepped()
+
+
+def _largest_units(units: list[Unit]) -> tuple[_UnitRef, dict[LaunchLog, _UnitRef]]:
+    """Return the unit with most elements that are trained, and that of those that communicate in each process group.
+
+    The first may be another one on other ranks, as an expert; the others, by the log of the group, are not.
+    """
+    sizes = {unit.ref: sum(p.shape.numel for p in unit.parameters if p.requires_grad) for unit in units}
+    by_log: dict[LaunchLog, list[_UnitRef]] = {}
+    for unit in units:
+        for log in (unit.mesh.transport.log, unit.mesh.replica_transport.log):
+            if log is not None:
+                by_log.setdefault(log, []).append(unit.ref)
+    return max(sizes, key=sizes.__getitem__), {log: max(refs, key=sizes.__getitem__) for log, refs in by_log.items()}
 
 
 def watch_optimizers() -> None:

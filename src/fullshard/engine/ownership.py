@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fullshard.engine.buckets.formats import ShardingFormat
 from fullshard.engine.parameters.flat import FlatParameter
 from fullshard.engine.parameters.names import clean_name, wrapped_name
 from fullshard.engine.parameters.placement import ParameterPlacement
-from fullshard.engine.parameters.sharded import Owner, ShardedParameter, managed_by
-from fullshard.engine.unit import Unit
+from fullshard.engine.parameters.sharded import Owner, ShardedParameter, managed_by, managed_or_unsharded
+from fullshard.engine.unit import Unit, unit_owning
 from fullshard.errors import TiedParameterError
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "nested_units",
     "rename",
     "set_unit",
+    "superseding",
     "unit_of",
     "units_of",
 ]
@@ -218,7 +220,7 @@ def claim_parameters(
         _check_form(existing, form)
         if id(existing) in claimed or (
             # Of a nested unit only: a module may contain a shared module without being on every path to it.
-            id(existing.unit()) in nested and all(map(inside, existing.owners))
+            id(unit_owning(existing)) in nested and all(map(inside, existing.owners))
         ):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
@@ -253,7 +255,7 @@ def _tests_inside(modules: Sequence[nn.Module]) -> Callable[[Owner], bool]:
 def _is_owned_by_ancestor(parameter: ShardedParameter, module: nn.Module) -> bool:
     """True if the unit that owns the parameter contains ``module``: then it unshards the parameter for it."""
     module = module._modules.get(wrapped_name(module) or "") or module  # a new wrapper is not in its place yet
-    unit = parameter.unit()
+    unit = unit_owning(parameter)
     ancestors = () if unit is None else (ref() for ref in unit.modules)
     return any(module is submodule for m in ancestors if m is not None for submodule in m.modules())
 
@@ -274,13 +276,23 @@ def _take_from_owners(
     take: Callable[[Unit, list[ShardedParameter]], None],
 ) -> None:
     """Remove claimed parameters from the units that own them, and add the pending owners that are inside."""
-    owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if p.owned) if unit is not None}
+    owners = {id(unit): unit for unit in map(unit_owning, claimed.values()) if unit is not None}
     for unit in owners.values():
         take(unit, [p for p in unit.parameters if id(p) in claimed])
     for parameter in (p for p in claimed.values() if p.pending_owners):
         for owner in filter(inside, parameter.pending_owners):
             parameter.add_owner(owner, "")
         parameter.pending_owners = tuple(owner for owner in parameter.pending_owners if not inside(owner))
+
+
+def superseding(parameter: torch.Tensor) -> ShardedParameter | None:
+    """Return the state of the parameter that an optimizer has to be given in place of this object, because sharding has
+    replaced it or it is an unsharded one; None for all others.
+    """
+    managed = managed_or_unsharded(parameter)
+    if managed is None or unit_owning(managed) is None or managed.optimized is parameter:
+        return None
+    return managed
 
 
 def check_owned(units: list[Unit]) -> None:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +58,23 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event, input_on
 from fullshard.profiling import profiled
-from fullshard.progress import PROGRESS, LaunchLog, StepCount
+from fullshard.progress import PROGRESS, StepCount
 from fullshard.ranks.groups import data_parallel_groups
 from fullshard.ranks.watchdog import watch
 
-__all__ = ["Runtime", "each_runtime", "ensure_idle", "live_roots", "runtime_of", "take_parameters"]
+__all__ = [
+    "Runtime",
+    "current_runtime",
+    "each_runtime",
+    "ensure_idle",
+    "last_forward_first",
+    "live_roots",
+    "runtime_of",
+    "take_parameters",
+]
 
 _roots: weakref.WeakSet[Unit] = weakref.WeakSet()  # that have run as roots
+_runtimes: weakref.WeakKeyDictionary[Unit, Runtime] = weakref.WeakKeyDictionary()
 
 
 class Runtime:
@@ -79,25 +89,25 @@ class Runtime:
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
-    _backward: hooks.BackwardPass | None  # that has begun and not ended
-    _reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
+    backward: hooks.BackwardPass | None  # that has begun and not ended
+    reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
     _last_in_backward: weakref.ref[Unit] | None  # which computes
     _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _of_several_modules: list[weakref.ref[Unit]]
     _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
-    _reductions: ReductionQueue
+    reductions: ReductionQueue
     _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
 
     def __init__(self, units: list[Unit]) -> None:
         self.root, self._units = units[0].ref, [unit.ref for unit in units]
         shared = next((unit.settings.comm_streams for unit in units if unit.settings.comm_streams is not None), None)
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
-        self.prefetcher, self._reductions = Prefetcher(units), ReductionQueue()
+        self.prefetcher, self.reductions = Prefetcher(units), ReductionQueue()
         self._of_several_modules, self._read = [unit.ref for unit in units if len(unit.modules) > 1], []
         self.steps = StepCount()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self.finalization = None
-        self._backward, self._reached, self._unshard_after = None, False, None
+        self.backward, self.reached, self._unshard_after = None, False, None
         self._last_in_backward = self._reducing = None
 
     # ---------------------------------------------------------------- forward
@@ -112,7 +122,7 @@ class Runtime:
         with hooks.outside_transforms():
             self._enter_forward(unit)
         PROGRESS.enter("forward", unit.name)
-        unit.open_forward()
+        unit.open_forwards.append(OpenForward(unit.phase, hooks.nodes_made()))
         self._open_forwards += 1
         try:
             if not hooks.in_backward():
@@ -287,27 +297,6 @@ class Runtime:
         for units in launches:
             self.begin_unshard(units)
 
-    def begin_user_unshard(self, unit: Unit) -> None:
-        """Issue the all-gather for ``user_unshard``, or for an unshard without an end."""
-        if (unit.is_kept or unit.shown is not None) and unit.is_idle and not unit.user_unshards:
-            unit.reshard()  # the shards may have been written to since
-        self.begin_unshard([unit])
-
-    def user_unshard(self, unit: Unit) -> None:
-        """Have the modules hold the unsharded parameters until ``end_user_unshard``, whatever runs in between."""
-        self.unshard(unit)
-        unit.user_unshards += 1
-
-    def end_user_unshard(self, unit: Unit) -> None:
-        """End one ``user_unshard``; the last one reshards. Memory stays for the backward of forwards in between."""
-        unit.user_unshards -= 1
-        if unit.user_unshards or not unit.is_idle:
-            return
-        if self.prefetcher.ended:
-            unit.keep_for_backward()
-        else:
-            unit.reshard()
-
     # ---------------------------------------------------------------- reshard after forward
 
     def _reshard_if_left_over(self, unit: Unit) -> None:
@@ -364,7 +353,7 @@ class Runtime:
         if inner is None or inner is unit or not (inner.phase.is_backward and _is_within(inner, unit)):
             self._last_in_backward = unit.ref  # else it returns what the inner one has returned, which computes first
             PROGRESS.enter("backward", unit.name)
-        self._reached |= not unit.modules_run
+        self.reached |= not unit.modules_run
         if unit.phase.is_backward:
             return
         unit.enter_phase(Phase.BACKWARD)
@@ -381,7 +370,7 @@ class Runtime:
         elif self.prefetcher.comes_next_in_backward(unit):
             self._begin_call(unit)  # autograd goes on with another call of it
         else:  # autograd adds up a parameter's gradients over all calls; others may compute until then
-            unit.expect_more_gradients()
+            unit.gradients.expect_more()
             unit.enter_phase(Phase.IDLE)
             if len(unit.modules) == 1:
                 self._reshard_after_backward(unit, creates_graph=self.creates_graph)
@@ -397,24 +386,24 @@ class Runtime:
         PROGRESS.leave("backward")
 
     def _finish_backward(self) -> None:
-        left = self._left_without_backward()
-        for unit in self._last_forward_first():
-            self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
+        left = _left_without_backward(self)
+        for unit in last_forward_first(self):
+            self.finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
             if unit.inner_backward is InnerBackward.RUNS:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
-        creates_graph, self._backward = self.creates_graph, None
+        creates_graph, self.backward = self.creates_graph, None
         self.prefetcher.passed_by.clear()
-        self._reductions.launch(self.comm_streams)
+        self.reductions.launch(self.comm_streams)
         root = self.root()
         if not self.is_last_backward or (root is not None and root.settings.finalized_by_caller):
-            self._reductions.accumulate_read_by_host()
+            self.reductions.accumulate_read_by_host()
             return
-        self._end_backwards(creates_graph=creates_graph)
+        self.end_backwards(creates_graph=creates_graph)
 
-    def _end_backwards(self, *, creates_graph: bool = False) -> None:
+    def end_backwards(self, *, creates_graph: bool = False) -> None:
         """After the last backward before an optimizer step: wait for the gradients, and free what is left."""
-        self._reductions.finish(self.comm_streams)
-        if self._open_forwards or not self._reached:  # gradients taken inside of a forward, or after one
+        self.reductions.finish(self.comm_streams)
+        if self._open_forwards or not self.reached:  # gradients taken inside of a forward, or after one
             return
         if self.prefetcher.units():  # in vain, for a forward whose backward did not come
             self._release_host_memory()
@@ -424,68 +413,6 @@ class Runtime:
             unit.modules_run.clear()
             if unit.is_unsharded and unit.is_idle:  # recomputed after its own backward, or without one
                 self._reshard_after_backward(unit, creates_graph=creates_graph)
-
-    def begin_finalization(self) -> object:
-        """Issue all reductions that backwards have left.
-
-        Returns:
-            What ``end_finalization`` is to be called with, once.
-        """
-        if self.has_failed:
-            self.recover()
-        self.check_finalized("finalize backward")
-        if self.busy:
-            raise PhaseError("finalize_backward: a forward or backward has not ended; call it after backward")
-        left = [unit for unit in self._last_forward_first() if unit.has_unreduced_gradients]
-        for unit in left:
-            if unit.settings.requires_gradient_sync and not unit.settings.requires_all_reduce:
-                raise FullshardError(
-                    f"finalize_backward: gradients of unit {unit.described} would not be all-reduced over the "
-                    "replicate axis; call set_requires_all_reduce(True) before"
-                )
-        try:
-            for unit in left:
-                self._finish_backward_of(unit, ran=False)
-            self._reductions.launch(self.comm_streams)
-        except BaseException:  # of a collective
-            self.recover()
-            raise
-        self.finalization = object()
-        return self.finalization
-
-    def end_finalization(self, begun: object) -> None:
-        """Wait for the gradients, and end the backwards before.
-
-        Raises:
-            FullshardError: If a failure, or ``reset_iter_state``, has dropped the gradients since.
-        """
-        if self.finalization is not begun:
-            raise FullshardError(
-                "GradientReductionHandle.wait: the gradients were dropped since finalize_backward, by "
-                "reset_iter_state or after an exception; repeat the step"
-            )
-        self.finalization, self._reached = None, True
-        try:
-            self._end_backwards()
-        except BaseException:  # of a collective
-            self.recover()
-            raise
-
-    @property
-    def awaits_finalization(self) -> bool:
-        """True if a backward runs, or what it has left was not waited for."""
-        return self.busy or self.finalization is not None or self._reductions.in_flight
-
-    def check_stepped(self) -> None:
-        """Raise PhaseError if an optimizer steps before the caller has finalized a backward."""
-        self.check_finalized("step the optimizer")
-        root = self.root()
-        finalized_by_caller = root is not None and root.settings.finalized_by_caller
-        if finalized_by_caller and self._backward is None and self._reductions.in_flight:
-            raise PhaseError(
-                "cannot step the optimizer: gradients of a backward are in flight, and manual finalization is on; call "
-                "finalize_backward() first"
-            )
 
     def check_finalized(self, what: str) -> None:
         """Raise PhaseError if a gradient reduction is in flight that the caller has to wait for."""
@@ -502,7 +429,7 @@ class Runtime:
         if unit.settings.requires_gradient_sync:
             self.reduce(unit)
         else:
-            unit.keep_gradients()
+            unit.gradients.keep()
         unit.enter_phase(Phase.IDLE)
         if unit.settings.backward_order == "after":
             self._prefetch(self.prefetcher.last_ended())
@@ -520,18 +447,18 @@ class Runtime:
             return
         if unit.phase is Phase.FORWARD:
             unit.open_forwards[0].inner_backward = InnerBackward.RUNS
-        unit.expect_more_gradients()
+        unit.gradients.expect_more()
 
     def _begin_pass(self) -> None:
         """Begin a backward pass, if this is the first unit that it comes to."""
-        if self._backward is not None:
-            if self._backward.runs:
+        if self.backward is not None:
+            if self.backward.runs:
                 return
             self.recover()  # an earlier pass raised, and no forward has come since
         self.check_finalized("run backward")
-        self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
-        PROGRESS.steps, self._reached = self.steps, False
-        self._backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
+        self.reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
+        PROGRESS.steps, self.reached = self.steps, False
+        self.backward = hooks.BackwardPass(self.finish_backward, _backward_raised)
 
     def _begin_call(self, unit: Unit) -> None:
         """Begin the backward of one call of ``unit``: note what it comes to, and prefetch what runs backward after."""
@@ -544,50 +471,24 @@ class Runtime:
         self.prefetcher.backward_began(unit)
         self._prefetch(self.prefetcher.next_in_backward(unit))
 
-    def _finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
+    def finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
         """End the pass for one unit. ``ran``: it may have come to its parameters without the unit being told."""
         settings = unit.settings
-        has_gradients = ran or unit.gradient_state is GradientState.UNREDUCED
+        has_gradients = ran or unit.gradients.state is GradientState.UNREDUCED
         if unit.phase.is_backward:
             self.reshard_and_reduce(unit)
         elif not settings.requires_gradient_sync:
             if has_gradients:
-                unit.keep_gradients()
+                unit.gradients.keep()
         elif (
             has_gradients
-            or (settings.requires_all_reduce and unit.gradients.needs_all_reduce)
-            or (settings.reduction.zeros_for_missing and unit.gradient_state is not GradientState.REDUCED)
+            or (settings.requires_all_reduce and unit.gradients.need_all_reduce)
+            or (settings.reduction.zeros_for_missing and unit.gradients.state is not GradientState.REDUCED)
         ):
             # This pass did not come to the unit, but one without sync did, or its own had no clear end.
             unit.end_calls()
             self.reduce(unit)
-        unit.end_pass()
-
-    def _last_forward_first(self) -> list[Unit]:
-        """Return all units in the order in which backward comes to them where every unit's input has a gradient.
-
-        Ranks whose inputs have none reduce at the end of backward what others have reduced before, in the same order.
-        """
-        ran = dict.fromkeys(unit for ref in self.prefetcher.order.first() if (unit := ref()) is not None)
-        return [*reversed(ran), *(unit for unit in self.units() if unit not in ran)]
-
-    def _left_without_backward(self) -> list[Unit]:
-        """Return units whose forward ran and whose outputs no loss came from, around ones whose backward ran.
-
-        Parameters that compute what these inner units take, or what they return, have gradients.
-        """
-        if not self.prefetcher.ended and not self.prefetcher.passed_by:
-            return []
-        running = (u for u in self.units() if u.gradient_state is not GradientState.NONE or not u.is_idle)
-        reached = [f"{unit.name}." for unit in running]
-        ended = dict.fromkeys(ref() for ref in (*self.prefetcher.ended, *self.prefetcher.passed_by))
-        return [
-            unit
-            for unit in ended
-            if unit is not None
-            and unit.gradient_state is not GradientState.REDUCED
-            and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
-        ]
+        unit.gradients.end_pass()
 
     def _reshard_after_backward(self, unit: Unit, *, creates_graph: bool) -> None:
         """Reshard as ``set_reshard_after_backward`` says, unless the pass makes a graph that reads the parameters."""
@@ -610,26 +511,28 @@ class Runtime:
             all_reduce: Reduce over the replicate axis, too; None: as the user has set it.
         """
         if self._reducing is not unit.mesh:  # which may be larger units' on other ranks
-            self._reductions.launch(self.comm_streams)
+            self.reductions.launch(self.comm_streams)
             self._reducing = unit.mesh
         if not unit.tiny:
-            self._reductions.make_room(self.comm_streams)
+            self.reductions.make_room(self.comm_streams)
         all_reduce = unit.settings.requires_all_reduce if all_reduce is None else all_reduce
-        waiting = self._reductions.add(unit.name, unit.begin_reduction(all_reduce=all_reduce))
-        if not (unit.tiny and self._backward is not None and waiting < MAX_TINY_UNITS_TOGETHER):
-            self._reductions.launch(self.comm_streams)
+        waiting = self.reductions.add(
+            unit.name, unit.gradients.begin_reduction(unit.settings.reduction, all_reduce=all_reduce)
+        )
+        if not (unit.tiny and self.backward is not None and waiting < MAX_TINY_UNITS_TOGETHER):
+            self.reductions.launch(self.comm_streams)
 
     def reduce_unreduced(self, unit: Unit) -> None:
         """Reduce what microbatches without sync have left, over all axes."""
-        if unit.has_unreduced_gradients:
+        if unit.gradients.unreduced:
             self.reduce(unit, all_reduce=True)
-            if self._backward is None:
-                unit.end_pass()
+            if self.backward is None:
+                unit.gradients.end_pass()
 
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
-        self._reductions.launch(self.comm_streams)
-        self._reductions.finish(self.comm_streams)
+        self.reductions.launch(self.comm_streams)
+        self.reductions.finish(self.comm_streams)
 
     # ---------------------------------------------------------------- state of the step
 
@@ -637,35 +540,20 @@ class Runtime:
         """The units that still exist."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    @cached_property
-    def largest_trained(self) -> weakref.ref[Unit] | None:
-        """The unit with most elements that are trained. It may be another one on other ranks, as an expert."""
-        return _largest(self.units())
-
-    @cached_property
-    def largest_by_group(self) -> dict[LaunchLog, weakref.ref[Unit]]:
-        """The largest of those that communicate in a process group, the same on all its ranks; by the group's log."""
-        by_log: dict[LaunchLog, list[Unit]] = {}
-        for unit in self.units():
-            for log in (unit.mesh.transport.log, unit.mesh.replica_transport.log):
-                if log is not None:
-                    by_log.setdefault(log, []).append(unit)
-        return {log: ref for log, units in by_log.items() if (ref := _largest(units)) is not None}
-
     @property
     def busy(self) -> bool:
         """True while a forward or a backward runs."""
-        return self._open_forwards > 0 or self._backward is not None
+        return self._open_forwards > 0 or self.backward is not None
 
     @property
     def creates_graph(self) -> bool:
         """True in a backward pass with ``create_graph=True``."""
-        return self._backward is not None and self._backward.creates_graph
+        return self.backward is not None and self.backward.creates_graph
 
     @property
     def has_failed(self) -> bool:
         """True if a backward began whose end never came, because it raised."""
-        return self._backward is not None and not hooks.in_backward()
+        return self.backward is not None and not hooks.in_backward()
 
     def ensure_idle(self) -> None:
         """Return to idle if a backward raised, and wait until offloaded shards are read."""
@@ -675,7 +563,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
-        self._backward = self.finalization = None
+        self.backward = self.finalization = None
         if not self._open_forwards:
             self._forget_forwards()
             self.prefetcher.order.begin()
@@ -684,8 +572,8 @@ class Runtime:
                 unit.abandon_pass()  # it computes in the forward that goes on, or waits for the backward of that
             else:
                 unit.reset()
-            unit.drop_gradients()
-        self._reductions.abandon()
+            unit.gradients.drop()
+        self.reductions.abandon()
 
     def reset(self) -> None:
         """Return to idle from any state: no forward is open."""
@@ -707,62 +595,6 @@ class Runtime:
         """
         if any(unit.policy.offloads for unit in self.units()):
             self.comm_streams.all_gather.synchronize()
-
-    # ---------------------------------------------------------------- roots
-
-    @classmethod
-    def attach(cls, root: Unit) -> Runtime:
-        """Make ``root`` the root of all units below its modules.
-
-        Raises:
-            FullshardError: If manual finalization of backward was asked for below the root.
-        UnmaterializedParameterError: If parameters are still on the meta device.
-            TiedParameterError: If units share a parameter without a common unit above them.
-            PhaseError: If a unit below is in the middle of a step of its own.
-        """
-        modules = [module for module in (ref() for ref in root.modules) if module is not None]
-        assert modules, "a unit outlived its modules"
-        below = [unit for module in modules for unit in nested_units(module)]
-        units = list({id(unit): unit for unit in [root, *below]}.values())
-        for unit in units:
-            unit.check_not_summoned("run")
-        for unit in units:
-            if unit.runtime is not None:
-                unit.runtime.dissolve(f"{type(modules[0]).__name__} became the root")
-        rename(modules, units)
-        for unit in units:
-            if unit is not root and unit.settings.finalized_by_caller:
-                raise FullshardError(
-                    "set_manual_backward_finalization: expected the root module, found one of unit "
-                    f"{unit.described} below a {type(modules[0]).__name__}; call it on that"
-                )
-            if not unit.is_unsharded:
-                unit.refresh()
-        check_owned(units)
-        _check_materialized(units)
-        watch()
-        _compare_units(units)
-        runtime = cls(units)
-        _roots.add(root)
-        for unit in units:
-            unit.runtime = runtime
-            for parameter in unit.parameters:
-                parameter.on_gradient = _gradient_accumulated
-        return runtime
-
-    def dissolve(self, reason: str) -> None:
-        """Give up all units, because others will be among them; the next forward makes a new runtime.
-
-        Raises:
-            PhaseError: In the middle of a step.
-        """
-        if self.has_failed:
-            self.recover()
-        if self.busy:
-            raise PhaseError(f"{reason} while its units were in the middle of a step; finish the step first")
-        self.finish_reductions()
-        for unit in self.units():
-            unit.runtime = None
 
 
 class _BackwardOf:
@@ -792,13 +624,95 @@ class _BackwardOf:
                 runtime_of(self.unit).post_backward(self.unit)
 
 
+def _attach(root: Unit) -> Runtime:
+    """Make ``root`` the root of all units below its modules.
+
+    Raises:
+        FullshardError: If manual finalization of backward was asked for below the root.
+    UnmaterializedParameterError: If parameters are still on the meta device.
+        TiedParameterError: If units share a parameter without a common unit above them.
+        PhaseError: If a unit below is in the middle of a step of its own.
+    """
+    modules = [module for module in (ref() for ref in root.modules) if module is not None]
+    assert modules, "a unit outlived its modules"
+    below = [unit for module in modules for unit in nested_units(module)]
+    units = list({id(unit): unit for unit in [root, *below]}.values())
+    for unit in units:
+        unit.check_not_summoned("run")
+    for unit in units:
+        if (other := _runtimes.get(unit)) is not None:
+            _dissolve(other, f"{type(modules[0]).__name__} became the root")
+    rename(modules, units)
+    for unit in units:
+        if unit is not root and unit.settings.finalized_by_caller:
+            raise FullshardError(
+                "set_manual_backward_finalization: expected the root module, found one of unit "
+                f"{unit.described} below a {type(modules[0]).__name__}; call it on that"
+            )
+        if not unit.is_unsharded:
+            unit.refresh()
+    check_owned(units)
+    _check_materialized(units)
+    watch()
+    _compare_units(units)
+    runtime = Runtime(units)
+    _roots.add(root)
+    for unit in units:
+        _runtimes[unit] = runtime
+        for parameter in unit.parameters:
+            parameter.on_gradient = partial(_gradient_accumulated, unit.ref)
+    return runtime
+
+
+def _dissolve(runtime: Runtime, reason: str) -> None:
+    """Give up all units, because others will be among them; the next forward makes a new runtime.
+
+    Raises:
+        PhaseError: In the middle of a step.
+    """
+    if runtime.has_failed:
+        runtime.recover()
+    if runtime.busy:
+        raise PhaseError(f"{reason} while its units were in the middle of a step; finish the step first")
+    runtime.finish_reductions()
+    for unit in runtime.units():
+        del _runtimes[unit]
+
+
+def last_forward_first(runtime: Runtime) -> list[Unit]:
+    """Return all units in the order in which backward comes to them where every unit's input has a gradient.
+
+    Ranks whose inputs have none reduce at the end of backward what others have reduced before, in the same order.
+    """
+    ran = dict.fromkeys(unit for ref in runtime.prefetcher.order.first() if (unit := ref()) is not None)
+    return [*reversed(ran), *(unit for unit in runtime.units() if unit not in ran)]
+
+
+def _left_without_backward(runtime: Runtime) -> list[Unit]:
+    """Return units whose forward ran and whose outputs no loss came from, around ones whose backward ran.
+
+    Parameters that compute what these inner units take, or what they return, have gradients.
+    """
+    if not runtime.prefetcher.ended and not runtime.prefetcher.passed_by:
+        return []
+    running = (u for u in runtime.units() if u.gradients.state is not GradientState.NONE or not u.is_idle)
+    reached = [f"{unit.name}." for unit in running]
+    ended = dict.fromkeys(ref() for ref in (*runtime.prefetcher.ended, *runtime.prefetcher.passed_by))
+    return [
+        unit
+        for unit in ended
+        if unit is not None
+        and unit.gradients.state is not GradientState.REDUCED
+        and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
+    ]
+
+
 def _backward_raised() -> None:
     PROGRESS.failed("backward")
 
 
-def _gradient_accumulated(parameter: ShardedParameter) -> None:
-    unit = parameter.unit()
-    if unit is not None:
+def _gradient_accumulated(ref: weakref.ref[Unit]) -> None:
+    if (unit := ref()) is not None:
         runtime_of(unit).gradient_accumulated(unit)
 
 
@@ -831,30 +745,29 @@ def _is_within(inner: Unit, outer: Unit) -> bool:
     return not outer.name or inner.name.startswith(f"{outer.name}.")
 
 
-def _largest(units: list[Unit]) -> weakref.ref[Unit] | None:
-    """Return the unit with most elements that are trained; the first of several."""
-    sizes = {unit.ref: sum(p.shape.numel for p in unit.parameters if p.requires_grad) for unit in units}
-    return max(sizes, key=lambda ref: sizes[ref], default=None)
+def current_runtime(unit: Unit) -> Runtime | None:
+    """Return the runtime of ``unit``; None before the first forward that it takes part in."""
+    return _runtimes.get(unit)
 
 
 def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime of ``unit``; one that is run before it has one becomes the root of its own module tree."""
-    runtime: Runtime | None = unit.runtime
+    runtime = _runtimes.get(unit)
     if runtime is None:
         with hooks.outside_transforms():
-            return Runtime.attach(unit)
+            return _attach(unit)
     return runtime
 
 
 def ensure_idle(unit: Unit) -> None:
     """Return to idle if a backward raised and nothing ran since, and wait for what is in flight."""
-    if unit.runtime is not None:
-        unit.runtime.ensure_idle()
+    if (runtime := _runtimes.get(unit)) is not None:
+        runtime.ensure_idle()
 
 
 def live_roots() -> list[Unit]:
     """Return the units that are roots."""
-    return [unit for unit in _roots if unit.runtime is not None and unit.runtime.root() is unit]
+    return [unit for unit in _roots if (runtime := _runtimes.get(unit)) is not None and runtime.root() is unit]
 
 
 def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:
@@ -863,12 +776,12 @@ def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:
     Raises:
         PhaseError: In the middle of a step.
     """
-    if unit.runtime is not None:
-        unit.runtime.dissolve(f"parameters of unit {unit.described} were given to another unit")
+    if (runtime := _runtimes.get(unit)) is not None:
+        _dissolve(runtime, f"parameters of unit {unit.described} were given to another unit")
     taken = {id(parameter) for parameter in parameters}
     unit.rebuild([parameter for parameter in unit.parameters if id(parameter) not in taken])
 
 
 def each_runtime(units: Iterable[Unit]) -> list[Runtime]:
     """Return the runtimes of ``units``, each once; units that have not run have none."""
-    return list({id(unit.runtime): unit.runtime for unit in units if unit.runtime is not None}.values())
+    return list(dict.fromkeys(runtime for unit in units if (runtime := _runtimes.get(unit)) is not None))

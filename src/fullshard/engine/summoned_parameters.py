@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.engine.buckets.all_gather import BucketAllGather, issue_all_gathers
 from fullshard.engine.buckets.base import UnshardedCopies
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.runtime import ensure_idle
+from fullshard.engine.runtime import current_runtime, ensure_idle
 from fullshard.engine.states import ParameterState
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
@@ -31,7 +31,8 @@ def require_idle(unit: Unit, what: str) -> None:
         PhaseError: If it is in the middle of a step, or its parameters are unsharded by the user.
     """
     ensure_idle(unit)
-    running = unit.runtime is not None and unit.runtime.busy
+    runtime = current_runtime(unit)
+    running = runtime is not None and runtime.busy
     summoned = unit.parameter_state is ParameterState.SUMMONED
     if running or not unit.is_idle or summoned or unit.user_unshards:
         raise PhaseError(
@@ -44,7 +45,8 @@ def require_idle(unit: Unit, what: str) -> None:
 
 def all_gather_now(unit: Unit, gathers: Sequence[BucketAllGather]) -> None:
     """All-gather buffers of an idle unit; the current stream waits for them."""
-    comm_stream = make_comm_stream(unit.mesh.device) if unit.runtime is None else unit.runtime.comm_streams.all_gather
+    runtime = current_runtime(unit)
+    comm_stream = make_comm_stream(unit.mesh.device) if runtime is None else runtime.comm_streams.all_gather
     issue_all_gathers([(unit.name, gather) for gather in gathers], comm_stream).wait()
     for gather in gathers:
         gather.arrived()

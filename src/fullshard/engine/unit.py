@@ -20,14 +20,15 @@ from fullshard.engine.buckets.formats import BucketKey
 from fullshard.engine.containers import cast_tensors
 from fullshard.engine.parameters.registration import Registration
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.reduction.grad_reduction import GradReduction
 from fullshard.engine.reduction.unit_gradients import UnitGradients
 from fullshard.engine.settings import UnitPolicy, UnitSettings
-from fullshard.engine.states import GradientState, InnerBackward, OpenForward, ParameterState, Phase
+from fullshard.engine.states import InnerBackward, OpenForward, ParameterState, Phase
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.ranks.watchdog import watch
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "unit_owning"]
+
+_owners: weakref.WeakKeyDictionary[ShardedParameter, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 class Unit:
@@ -48,11 +49,9 @@ class Unit:
     gradients: UnitGradients
     tiny: bool  # too small for a collective of its own, see [Note: Order and prefetch]
     ref: weakref.ref[Unit]
-    runtime: Any  # of the root that the unit runs under, from the first forward on; opaque here
 
     phase: Phase
     parameter_state: ParameterState
-    gradient_state: GradientState
     open_forwards: list[OpenForward]  # the unit may call itself
     calls: list[hooks.Call]  # forwards whose backward may come
     awaits_backward: bool  # from the end of a forward to the beginning of its backward
@@ -72,18 +71,15 @@ class Unit:
         settings: UnitSettings,
     ) -> None:
         self.name, self.modules, self.mesh = "", [weakref.ref(module) for module in modules], mesh
-        self.policy, self.settings, self.runtime, self.ref = policy, settings, None, weakref.ref(self)
-        self.phase, self.parameter_state, self.gradient_state = (
-            Phase.IDLE,
-            ParameterState.SHARDED,
-            GradientState.NONE,
-        )
+        self.policy, self.settings, self.ref = policy, settings, weakref.ref(self)
+        self.phase, self.parameter_state, self.gradients = Phase.IDLE, ParameterState.SHARDED, UnitGradients()
         self.open_forwards, self.calls, self.modules_run, self.compared, self.numbers = [], [], {}, False, {}
         self.awaits_backward, self.user_unshards, self.shown, self.parts_shown = False, 0, None, {}
         self.parameters, self.buckets = list(parameters), []
         sizes = [parameter.shape.numel * parameter.sharded.dtype.itemsize for parameter in self.parameters]
         for parameter, offloaded in zip(self.parameters, policy.offloaded(sizes), strict=True):
-            parameter.unit, parameter.offloaded = self.ref, offloaded
+            parameter.owned, parameter.offloaded = True, offloaded
+            _owners[parameter] = self.ref
         self.build_buckets()
         watch()
 
@@ -174,7 +170,7 @@ class Unit:
             self.buckets = [self._bucket(group) for group in groups.values()]
         self.keep_storage(self.settings.keep_unsharded_storage)
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
-        self.gradients = UnitGradients(self.parameters, self.buckets)
+        self.gradients.parameters, self.gradients.buckets = self.parameters, self.buckets
         tiny_bytes = max(self.mesh.transport.tiny_bytes, self.mesh.replica_transport.tiny_bytes)
         self.tiny = self.unsharded_bytes <= tiny_bytes
         self.registration.use_sharded()
@@ -198,7 +194,7 @@ class Unit:
         Raises:
             FullshardError: If gradients wait for their all-reduce: where they lie depends on how they were reduced.
         """
-        self.gradients.check_all_reduced(self.name)
+        self.gradients.check_all_reduced(self.described)
         self.reshard()
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
@@ -213,7 +209,7 @@ class Unit:
         Raises:
             FullshardError: If gradients wait for a later microbatch: they would be lost.
         """
-        self.check_no_unreduced_gradients()
+        self.gradients.check_reduced(self.described)
         self.reshard()
         if kept is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -394,12 +390,6 @@ class Unit:
 
     # ---------------------------------------------------------------- forward
 
-    def open_forward(self) -> OpenForward:
-        """Begin a forward, which may lie inside of another one of the unit."""
-        forward = OpenForward(self.phase, hooks.nodes_made())
-        self.open_forwards.append(forward)
-        return forward
-
     def register_post_backward(
         self, events: hooks.BackwardEvents, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
@@ -445,50 +435,11 @@ class Unit:
         """Forget calls whose backward only the end of the pass ends: it is over."""
         self.calls = [call for call in self.calls if not call.ended_with_pass]
 
-    def end_pass(self) -> None:
-        """End a backward pass, or a reduction outside of one."""
-        if self.gradient_state is GradientState.REDUCED:
-            self.gradient_state = GradientState.NONE
-
-    def expect_more_gradients(self) -> None:
-        """Leave the gradients that there are unreduced, for others to be added to them."""
-        self.gradient_state = GradientState.UNREDUCED
-        self.gradients.note_trainable()
-
-    def keep_gradients(self) -> None:
-        """Leave the gradients of a backward without gradient sync unreduced."""
-        self.gradient_state = GradientState.UNREDUCED
-        self.gradients.keep()
-
-    def begin_reduction(self, *, all_reduce: bool) -> list[GradReduction]:
-        """Take the unsharded gradients off the parameters; what is returned is to be issued."""
-        self.gradient_state = GradientState.REDUCED
-        return self.gradients.begin_reduction(self.settings.reduction, all_reduce=all_reduce)
-
-    @property
-    def has_unreduced_gradients(self) -> bool:
-        """True if gradients wait for a later microbatch, or for the replicate axis."""
-        return self.gradient_state is GradientState.UNREDUCED or self.gradients.needs_all_reduce
-
-    def check_no_unreduced_gradients(self) -> None:
-        """Raise FullshardError if gradients wait for a later microbatch: their dtype or shape would not fit then."""
-        if self.has_unreduced_gradients:
-            raise FullshardError(
-                f"unit {self.described} has unreduced gradients of microbatches without gradient sync; call "
-                "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
-            )
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced yet."""
-        if self.gradient_state is GradientState.UNREDUCED:
-            self.gradient_state = GradientState.NONE
-        self.gradients.drop_pending()
-
     # ---------------------------------------------------------------- recovery
 
     def abandon_pass(self) -> None:
         """End a backward pass that has raised."""
-        self.end_pass()
+        self.gradients.end_pass()
         for forward in self.open_forwards:
             forward.inner_backward = InnerBackward.NONE
 
@@ -502,3 +453,9 @@ class Unit:
         self.phase = Phase.IDLE
         self.modules_run.clear()
         self.free_after_failure()
+
+
+def unit_owning(parameter: ShardedParameter) -> Unit | None:
+    """Return the unit that has the parameter; None if it was given to no unit yet, or that is gone."""
+    ref = _owners.get(parameter)
+    return None if ref is None else ref()

@@ -160,7 +160,7 @@ class ShardedModule(nn.Module):
         ensure_idle(unit_at(self))
         finish_reductions(self)
         for unit in nested_units(self):
-            if unit.has_unreduced_gradients:  # also one that has lost its runtime: others have joined its model
+            if unit.gradients.unreduced:  # also one that has lost its runtime: others have joined its model
                 runtime_of(unit).reduce_unreduced(unit)
         finish_reductions(self)
 
@@ -173,12 +173,14 @@ class ShardedModule(nn.Module):
         finish_reductions(self)  # gradients in flight would be added afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
-            if unit.registration.unsharded:  # nn.Module has cleared those of unsharded parameters
-                unit.gradients.zero_sharded(set_to_none=set_to_none)
+            for parameter in unit.parameters if unit.registration.unsharded else ():
+                parameter.clear_gradient(set_to_none=set_to_none)  # nn.Module has cleared that of the unsharded one
             if set_to_none:
-                unit.drop_gradients()
-            else:
-                unit.gradients.zero_pending()
+                unit.gradients.drop()
+                continue
+            for _, unreduced, partial in unit.gradients.pending():
+                for gradient in filter(torch.is_tensor, (unreduced, partial)):
+                    gradient.detach().zero_()
 
     def set_prefetch_bytes(self, budget: int | None) -> None:
         """Set how many bytes of the next units to prefetch, in forward and in backward.
@@ -281,7 +283,7 @@ class ShardedModule(nn.Module):
         for nested in nested_units(self):  # check all before moving one
             nested.check_not_summoned("be moved")
             if any(_changes(fn, parameter.sharded) for parameter in nested.parameters):
-                nested.check_no_unreduced_gradients()
+                nested.gradients.check_reduced(nested.described)
         ensure_idle(unit)
         unit.reshard()
         for parameter in unit.parameters:
@@ -373,7 +375,7 @@ def _check_may_change_quantization(unit: Unit) -> None:
             f"set_comm_quantization: unit {name!r} is in the middle of a step or inside fullshard.unsharded; call it "
             "between steps"
         )
-    if unit.gradients.needs_all_reduce:
+    if unit.gradients.need_all_reduce:
         raise FullshardError(
             f"set_comm_quantization: unit {name!r} has gradients that have not been all-reduced over the replicate "
             "axis yet; call synchronize_gradients() first"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
-from fullshard.engine.runtime import runtime_of
+from fullshard.engine.runtime import current_runtime, each_runtime, runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
@@ -299,7 +299,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
             ```
         """
         units = nested_units(self)
-        if any(unit.runtime is not None and unit.runtime.busy for unit in units):
+        if any(runtime.busy for runtime in each_runtime(units)):
             raise PhaseError("no_sync was entered in the middle of a step; enter it between steps")
         before = [(unit, replace(unit.settings)) for unit in units]
         for unit in units:
@@ -401,7 +401,9 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
                 "hooks; use their set_custom_reduce_scatter or set_all_reduce_hook"
             )
         waiting = [
-            unit.name for unit in units if unit.gradients.needs_all_reduce or (unit.runtime and unit.runtime.busy)
+            unit.name
+            for unit in units
+            if unit.gradients.need_all_reduce or any(runtime.busy for runtime in each_runtime([unit]))
         ]
         if waiting:
             raise PhaseError(
@@ -445,7 +447,8 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
             True for a root.
         """
         unit = unit_at(self)
-        return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
+        runtime = current_runtime(unit)
+        return runtime.root() is unit if runtime is not None else not self._is_nested
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module inside, as ``nn.Module.apply`` does, while parameters are unsharded.

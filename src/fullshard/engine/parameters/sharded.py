@@ -63,9 +63,9 @@ __all__ = [
     "has_gradient_hooks",
     "keep_gradient_dtype",
     "managed_by",
+    "managed_or_unsharded",
     "mark",
     "mark_unsharded",
-    "superseding",
     "unmark",
     "value_of",
 ]
@@ -106,7 +106,7 @@ class Owner(NamedTuple):
 class ShardedParameter:
     """State of one managed parameter, itself no ``nn.Parameter``, see [Note: Sharded and unsharded parameters]."""
 
-    superseded: ClassVar[int] = 0  # objects in whose place others were made: ``superseding`` finds more than before
+    superseded: ClassVar[int] = 0  # objects in whose place others were made: optimizers may hold the old ones
     fqn: str  # the first FQN, below the module that fully_shard was called on (from the first forward: the root)
     fqns: tuple[str, ...]  # all FQNs
     owners: list[Owner]
@@ -120,12 +120,12 @@ class ShardedParameter:
     spec: DTensorSpec  # of the sharded parameter
     placement: ParameterPlacement
     shape: ParameterShape  # of the unsharded parameter, without its own tensor parallelism
-    unit: weakref.ref[Any]  # that owns the parameter; opaque here
+    owned: bool  # a unit has the parameter
     offloaded: bool  # its shard is in CPU memory, wherever it is computed with
     param_dtype: torch.dtype | None  # in which the user has it computed with; None: as the policy of the unit says
     reduced_by: torch.dtype | None  # its ``grad_dtype``, if that says in which dtype gradients are reduced
     away: torch.device | None = None  # where the user has moved the shard: it cannot be computed with from there
-    on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
+    on_gradient: Callable[[], None] | None  # called when autograd has accumulated a gradient
     attributes: dict[str, Any]  # that users have set on the parameter object
     unreduced_grad: torch.Tensor | None  # the gradient of ``unsharded`` that is still to be reduced
     owns_unreduced_grad: bool  # the engine has allocated its memory, see [Note: Who owns a gradient]
@@ -140,7 +140,7 @@ class ShardedParameter:
     ) -> None:
         self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
-        self.pending_owners, self.on_gradient, self.offloaded = (), None, False
+        self.pending_owners, self.on_gradient, self.owned, self.offloaded = (), None, False, False
         self.param_dtype = self.reduced_by = None
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
@@ -298,7 +298,7 @@ class ShardedParameter:
         unsharded.grad = None
         if notify:
             if self.on_gradient is not None:
-                self.on_gradient(self)
+                self.on_gradient()
             if len(unsharded._post_accumulate_grad_hooks) > 1:
                 unsharded.grad = _copy_of(gradient)  # to which autograd may add
                 return
@@ -424,11 +424,6 @@ class ShardedParameter:
             self.away = device
 
     @property
-    def owned(self) -> bool:
-        """True if a unit owns the parameter."""
-        return hasattr(self, "unit")
-
-    @property
     def has_unsharded(self) -> bool:
         """True if the unsharded parameter has been made."""
         return hasattr(self, "unsharded")
@@ -551,22 +546,16 @@ def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:
     return mark() if isinstance(mark, _Mark) else None
 
 
-def mark_unsharded(parameter: nn.Parameter, managed: ShardedParameter) -> None:
-    """Have ``superseding`` find ``managed`` for this object, which modules hold while they compute."""
-    parameter.__dict__[_UNSHARDED_OF] = _Mark(managed)
-
-
-def superseding(parameter: torch.Tensor) -> ShardedParameter | None:
-    """Return the state of the parameter that an optimizer has to be given in place of this object, because sharding has
-    replaced it or it is an unsharded one; None for all others.
-    """
+def managed_or_unsharded(parameter: torch.Tensor) -> ShardedParameter | None:
+    """Return the state of a parameter that is or was managed, or is the unsharded one of a managed parameter."""
     managed = managed_by(parameter)
-    if managed is None:
-        mark = getattr(parameter, _UNSHARDED_OF, None)
-        managed = mark() if isinstance(mark, _Mark) else None
-    if managed is None or not managed.owned or managed.unit() is None or managed.optimized is parameter:
-        return None
-    return managed
+    mark = getattr(parameter, _UNSHARDED_OF, None) if managed is None else None
+    return mark() if isinstance(mark, _Mark) else managed
+
+
+def mark_unsharded(parameter: nn.Parameter, managed: ShardedParameter) -> None:
+    """Have ``managed_or_unsharded`` find ``managed`` for this object, which modules hold while they compute."""
+    parameter.__dict__[_UNSHARDED_OF] = _Mark(managed)
 
 
 class _Mark(weakref.ref[ShardedParameter]):

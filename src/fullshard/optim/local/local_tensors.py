@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
 from fullshard.engine.parameters.sharded import managed_by
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, unit_owning
 
 __all__ = ["LocalTensor", "State", "StateEntries", "local_of", "local_tensors", "owning_unit", "write_back"]
 
@@ -185,5 +185,4 @@ def local_of(entry: torch.Tensor) -> torch.Tensor:
 def owning_unit(parameter: torch.Tensor) -> Unit | None:
     """Return the unit that a parameter belongs to; None for others."""
     managed = managed_by(parameter)
-    unit: Unit | None = managed.unit() if managed is not None and managed.owned else None
-    return unit
+    return None if managed is None else unit_owning(managed)
