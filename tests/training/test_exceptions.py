@@ -37,7 +37,7 @@ from front_ends import (
 from fullshard.comm import CommRequest, launch_all
 from fullshard.engine.buckets import all_gather
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.reduction.grad_reduction import GradReduction
+from fullshard.engine.reduction.plan import Packing
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import FullshardError
 from models import Mlp, Stack, batch, reference_backward, square_loss, tiny_units
@@ -280,19 +280,21 @@ def test_reduction_that_gets_no_memory(rank: Rank, by: str, front_end: FrontEnd)
     """An error between the allocation of a message and its launch frees the message, and the next step is right."""
     model, reference = sharded(front_end, rank)
     square_loss(1)(model, rank.rank).backward()
-    messages = [bucket._plans for unit in nested_units(model) for bucket in unit.buckets]
+    messages: list[torch.UntypedStorage] = []
+
+    def failing(self: Packing, inputs: Any, memory: torch.Tensor) -> None:
+        messages.append(memory.untyped_storage())
+        fail()
+
     if by == "synchronize_gradients":
         with front_end.no_sync(model):
             square_loss(1)(model, rank.rank).backward()
-    usual = GradReduction.copy_in
-    GradReduction.copy_in = fail  # type: ignore[method-assign,assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packing, "pack", failing)
         with pytest.raises(ZeroDivisionError):
             model.synchronize_gradients() if by != "backward" else square_loss(1)(model, rank.rank).backward()
-    finally:
-        GradReduction.copy_in = usual  # type: ignore[method-assign]
     model.zero_grad()
-    assert not any(plan.message.allocated_bytes for plans in messages for plan in plans.values())
+    assert messages and not any(storage.nbytes() for storage in messages)
     assert_next_step_is_right(model, reference, rank)
 
 

@@ -114,6 +114,12 @@ class Prefetcher:
         """Clear the prefetched units."""
         self._prefetched.clear()
 
+    def forget(self) -> None:
+        """Clear the prefetched units, and the forwards that wait for their backward."""
+        self.ended.clear()
+        self.passed_by.clear()
+        self._prefetched.clear()
+
     # ---------------------------------------------------------------- forward
 
     def begin_forward(self) -> None:

@@ -119,8 +119,9 @@ class Runtime:
             What to call the module with: ``args`` and ``kwargs``.
         """
         unit.check_not_summoned("run")
-        with hooks.outside_transforms():
-            self._enter_forward(unit)
+        if self.has_failed or self._open_forwards == 0:
+            with hooks.outside_transforms():
+                self._enter_forward(unit)
         PROGRESS.enter("forward", unit.name)
         unit.open_forwards.append(OpenForward(unit.phase, hooks.nodes_made()))
         self._open_forwards += 1
@@ -161,10 +162,12 @@ class Runtime:
             self.abort_forward(unit)
             raise
         unit.open_forwards.pop()
-        with hooks.outside_transforms():
-            read = self._leave_forward(unit, has_backward=has_backward)
-        for each in read:
-            output, _ = hooks.register_pre_backward(_BackwardOf(each), output, forward.first_node)
+        self._open_forwards -= 1
+        if self._open_forwards == 0 and not hooks.in_backward():
+            with hooks.outside_transforms():
+                read = self._leave_forward(unit, has_backward=has_backward)
+            for each in read:
+                output, _ = hooks.register_pre_backward(_BackwardOf(each), output, forward.first_node)
         return output
 
     def abort_forward(self, unit: Unit) -> None:
@@ -183,7 +186,9 @@ class Runtime:
         except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
             unit.free_after_failure()
         finally:
-            self._leave_forward(unit, failed=True)
+            self._open_forwards -= 1
+            if self._open_forwards == 0 and not hooks.in_backward():
+                self._forget_forward()
 
     def _enter_forward(self, unit: Unit) -> None:
         """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
@@ -225,28 +230,25 @@ class Runtime:
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
-    def _leave_forward(self, unit: Unit, *, has_backward: bool = False, failed: bool = False) -> list[Unit]:
-        """End the outermost forward, if this is it.
+    def _forget_forward(self) -> None:
+        """Free what the outermost forward, which raised, has left unsharded."""
+        self.steps.forward_failed()
+        self.prefetcher.forget()
+        for each in self.units():
+            each.modules_run.clear()
+            if each.is_unsharded:
+                each.free_after_failure()
+
+    def _leave_forward(self, unit: Unit, *, has_backward: bool) -> list[Unit]:
+        """End the outermost forward.
 
         Args:
             unit: Unit whose forward ends.
             has_backward: Its output has one.
-            failed: The forward raised.
 
         Returns:
             Units of several modules, to be unsharded as a backward comes to the output.
         """
-        self._open_forwards -= 1
-        if self._open_forwards or hooks.in_backward():
-            return []
-        if failed:
-            self.steps.forward_failed()
-            self._forget_forwards()
-            for each in self.units():
-                each.modules_run.clear()
-                if each.is_unsharded:
-                    each.free_after_failure()
-            return []
         PROGRESS.leave("forward")
         for incomplete in filter(None, (ref() for ref in self._of_several_modules)):
             if incomplete.modules_run and incomplete is not unit:
@@ -565,7 +567,7 @@ class Runtime:
         """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
         self.backward = self.finalization = None
         if not self._open_forwards:
-            self._forget_forwards()
+            self.prefetcher.forget()
             self.prefetcher.order.begin()
         for unit in self.units():
             if self._open_forwards and not unit.phase.is_backward:
@@ -581,11 +583,6 @@ class Runtime:
         for unit in self.units():
             unit.open_forwards.clear()
         self.recover()
-
-    def _forget_forwards(self) -> None:
-        self.prefetcher.ended.clear()
-        self.prefetcher.passed_by.clear()
-        self.prefetcher.clear()
 
     def _release_host_memory(self) -> None:
         """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.

@@ -235,9 +235,10 @@ class ShardedParameter:
 
     def agree_on_requires_grad(self) -> None:
         """Have both require a gradient as users have set it on either; on the unsharded one, if on both."""
-        if self.unsharded.requires_grad is not self.followed:
+        followed = self.followed
+        if self.unsharded.requires_grad is not followed:
             self.take_requires_grad()
-        elif self.requires_grad is not self.followed:
+        elif self.requires_grad is not followed:
             self.follow_requires_grad()
 
     def _collect_gradients(self) -> None:

@@ -77,8 +77,8 @@ class GradReduction:
         self._pieces = plan.pieces_of(tensors)
         self._operands = plan.direct_operands(self._inputs, tensors, self._pieces)
         self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
-        if plan.dtype is not plan.sharded_dtype and not self.all_reduced_later:
-            self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
+        if not self.all_reduced_later and (dtype := plan.sharded_dtype) is not plan.dtype:
+            self._finalized = [torch.empty_like(each, dtype=dtype) for each in tensors]
         self._pending_work, self._message, self._leaving = None, None, []
 
     # ---------------------------------------------------------------- first stage: reduce-scatter
