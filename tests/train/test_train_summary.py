@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
 from rich.console import Console
 
-from fullshard.train.plot import plot_losses
-from fullshard.train.summary import Footprint, Summary, as_text, show, verdicts
+from fullshard.train.summary import as_text, plot_losses, show, verdicts
+
+
+def state(*sizes: int) -> dict[str, int]:
+    return dict(zip(("parameters", "gradients", "optimizer"), sizes, strict=True))
 
 
 def printed(bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b"text") -> str:
     """The summary of a made-up run, as a wide console shows it."""
-    summary = Summary(
-        parameters=1000,
-        steps=5,
-        bits_per_byte=bits_per_byte,
-        baselines={"order-0 entropy coding": 4.5, "zlib level 9": 1.5},
-        held_out_bytes=4096,
-        bytes_per_rank=[Footprint(2**20 * (rank + 1), 2**20, 2**21) for rank in range(ranks)],
-        bytes_unsharded=Footprint(2**21, 2**21, 2**22),
-        prompt="def ",
-        sample=as_text(sample),
-        seconds=3.0,
-        comm_quantization={"bytes_received": 2**20, "bytes_in_full_precision": 2**22},
-    )
-    json.dumps(dataclasses.asdict(summary))
+    summary = {
+        "parameters": 1000,
+        "steps": 5,
+        "bits_per_byte": bits_per_byte,
+        "baselines": {"order-0 entropy coding": 4.5, "zlib level 9": 1.5},
+        "held_out_bytes": 4096,
+        "bytes_per_rank": [state(2**20 * (rank + 1), 2**20, 2**21) for rank in range(ranks)],
+        "bytes_unsharded": state(2**21, 2**21, 2**22),
+        "prompt": "def ",
+        "sample": as_text(sample),
+        "seconds": 3.0,
+        "comm_quantization": {"bytes_received": 2**20, "bytes_in_full_precision": 2**22},
+    }
     file = io.StringIO()
     show(summary, 77, Path("runs/001"), Console(file=file, width=500))
     return file.getvalue()

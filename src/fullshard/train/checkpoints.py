@@ -17,7 +17,7 @@ from fullshard import async_save
 from fullshard import load as load_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.train.config import ConfigError
-from fullshard.train.run_folder import checkpoint_path, complete_checkpoints, keep_newest, remove_incomplete
+from fullshard.train.run_folder import complete_checkpoints, keep_newest, remove_incomplete
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Checkpoints:
     folder: Path  # of the checkpoints, which every rank sees
     every: int  # steps; 0: never
     keep: int  # number of complete checkpoints
-    is_rank0: bool  # this rank removes old files and reports
-    say: Callable[[str], None]  # told on rank 0 of every complete checkpoint
+    is_rank0: bool  # this rank removes old files
+    say: Callable[[str], None]  # told of every complete checkpoint
     step: int  # of the last checkpoint that was begun or resumed from; 0: there is none
     _pending: Future[None] | None = None
     _began: float = 0.0
@@ -40,8 +40,8 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, **position: Any) -> None:
         """Start to save; return as soon as this rank's shards are copied. Waits for the previous save.
 
-        If that failed, for want of space for example, the run goes on, and this one is the next attempt. `resume`
-        returns step and position.
+        If that failed, for want of space for example, the run goes on, and this one is the next attempt.
+        `load_position` returns step and position.
 
         Raises:
             CheckpointError: on all ranks, if this checkpoint cannot be begun.
@@ -49,11 +49,11 @@ class Checkpoints:
         try:
             self.wait()
         except CheckpointError as error:  # on all ranks
+            self.say(f"warning: the checkpoint after step {self.step} was not written: {error}")
             if self.is_rank0:
-                self.say(f"warning: the checkpoint after step {self.step} was not written: {error}")
                 remove_incomplete(self.folder)  # what it has left takes up space
         self._began, self.step = time.perf_counter(), step
-        path = checkpoint_path(self.folder, step)
+        path = self.folder / f"step-{step:08d}"
         self._pending = async_save(path, model, optimizer, position={"step": step, **position})
 
     def wait(self) -> None:
@@ -65,8 +65,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+            self.say(f"step {self.step}: checkpoint saved in {time.perf_counter() - self._began:.1f} s")
             if self.is_rank0:
-                self.say(f"step {self.step}: checkpoint saved in {time.perf_counter() - self._began:.1f} s")
                 keep_newest(self.folder, self.keep)
 
     def poll(self) -> None:
@@ -78,7 +78,7 @@ class Checkpoints:
             self.wait()
 
 
-def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_position(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizer. All ranks call it and get the same result or error.
 
     Options of the optimizer's groups stay those of the settings.
@@ -95,12 +95,12 @@ def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         extra = load_checkpoint(checkpoint, model, optimizer)
     except CheckpointError as error:
         complete = complete_checkpoints(checkpoint.parent)
-        older = [str(path) for path in itertools.takewhile(lambda path: path != checkpoint, complete)]
-        advice = "There is no older checkpoint: choose another --name to start from the beginning"
-        if older:
-            advice = (
-                f"Older checkpoints: {', '.join(older)}. Start from one of them with --resume PATH and another --name"
-            )
+        older = ", ".join(str(path) for path in itertools.takewhile(lambda path: path != checkpoint, complete))
+        advice = (
+            f"Older checkpoints: {older}. Start from one of them with --resume PATH and another --name"
+            if older
+            else "There is no older checkpoint: choose another --name to start from the beginning"
+        )
         raise ConfigError(f"cannot resume: {error}. {advice}") from error
     if "position" not in extra:
         raise ConfigError(f"cannot resume: {checkpoint} was not written by fullshard train")

@@ -1,36 +1,83 @@
-"""The training loop: the same code on every rank, one collective decision per step."""
+"""The training loop: the same code on every rank, one collective decision per step.
+
+It stops a run whose loss, gradients or weights are no longer finite before they reach weights and checkpoints.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fullshard
-from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
+from fullshard import CommQuantization, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, get_total_norm
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.composable.fsdp_module import FSDPModule
-from fullshard.errors import CheckpointError
-from fullshard.train import finite
+from fullshard.errors import CheckpointError, NonFiniteError
 from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import TrainConfig
-from fullshard.train.corpus import Corpus, sample
-from fullshard.train.evaluation import HeldOut, evaluate
+from fullshard.train.corpus import Corpus, sample, whole_windows, windows
 from fullshard.train.group import Group
 from fullshard.train.log import RunLog, bits
 from fullshard.train.model import GPT, Block, initialize
-from fullshard.train.optimizer import learning_rate, set_learning_rates
+from fullshard.train.optimizer import set_learning_rates
 from fullshard.train.run_folder import complete_checkpoints
 from fullshard.train.stop import StopRequest
-from fullshard.train.summary import Footprint
+from fullshard.train.summary import count_state
 
 TRACED_STEPS = range(2, 7)  # with `trace`, after the start of the run or its resume
 INTERMEDIATE_SHARE = 8  # validations during the run use one such share of `eval_bytes`
+
+
+class DivergedError(ArithmeticError):
+    """A loss, gradient or weight is NaN or infinite. Raised on all ranks, with the step and the place."""
+
+
+@contextlib.contextmanager
+def not_finite(step: int, what: str = "") -> Iterator[None]:
+    """Raise a `NonFiniteError` of the `with` block, which counts steps of its own, as `DivergedError`."""
+    try:
+        yield
+    except NonFiniteError as error:
+        place = re.sub(r"^step \d+, microbatch \d+, ", "", str(error).partition(". Skip this step")[0])
+        raise DivergedError(f"step {step}: {what}{place}") from error
+
+
+def check_loss(model: nn.Module, inputs: Sequence[Tensor], losses: Sequence[float], step: int) -> None:
+    """Raise on all ranks if the loss of any rank is not finite. Then a collective, in which the model runs once more.
+
+    Args:
+        model: the model with the weights that the loss was computed with.
+        inputs: inputs of this rank, one for each forward.
+        losses: losses of all ranks.
+        step: the optimizer step.
+
+    Raises:
+        DivergedError: on all ranks, with the ranks and the first module whose output is not finite.
+    """
+    bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not bad:
+        return
+    found = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+    with not_finite(step, f"{found}; "), fullshard.debug.find_nonfinite(model), torch.no_grad():
+        for tokens in inputs:
+            model(tokens)
+    raise DivergedError(f"step {step}: {found}; all outputs of modules are finite")
+
+
+def check_weights(model: nn.Module, step: int) -> None:
+    """Raise `DivergedError` on all ranks if a weight is not finite after `step`. A collective."""
+    with not_finite(step, "weights: "):
+        get_total_norm(model.parameters(), math.inf, error_if_nonfinite=True)
 
 
 def build_model(config: TrainConfig, group: Group) -> GPT:
@@ -38,10 +85,10 @@ def build_model(config: TrainConfig, group: Group) -> GPT:
     model = GPT(config.model)
     initialize(model, config.seed)
     model.to(group.device)
-    if config.training.activation_checkpointing:
+    if config.activation_checkpointing:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     precision = MixedPrecisionPolicy()
-    if config.training.dtype == "bf16":
+    if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=precision)
@@ -71,7 +118,7 @@ class Run:
     log: RunLog  # gets a record of every step and validation
     step: int  # optimizer steps done; the batches of later ones are a function of the seed and the step's number
     started: float  # when the loop would have started without interruptions, by `time.perf_counter`
-    footprints: tuple[Footprint, Footprint] | None = None  # on this rank, and of one unsharded copy; after a step
+    state_bytes: tuple[dict[str, int], dict[str, int]] | None = None  # of this rank, and unsharded; after a step
     stop_code: int = 0  # exit code that a rank was asked to stop with, the same on all; 0: none was
 
     @property
@@ -87,51 +134,47 @@ class Run:
             DivergedError: on all ranks, if a loss, gradient or weight is not finite; no checkpoint is being written any
                 more then.
         """
-        steps = self.config.training.steps
-        between = self.held_out(self.config.evaluation.eval_bytes // INTERMEDIATE_SHARE)
-        begun, tracing = self.step, contextlib.ExitStack()
+        config, begun, tracing = self.config, self.step, contextlib.ExitStack()
         try:
-            while self.step < steps and not self.stop_code:
-                if self.config.training.trace and self.step - begun == TRACED_STEPS.start:
+            while self.step < config.steps and not self.stop_code:
+                if config.trace and self.step - begun == TRACED_STEPS.start:
                     tracing.enter_context(fullshard.trace(self.checkpoints.folder.parent / "trace"))
-                debug = self.config.training.debug
-                with finite.find_origin(self.model, self.step + 1) if debug else contextlib.nullcontext():
+                searched = fullshard.debug.find_nonfinite(self.model) if config.debug else contextlib.nullcontext()
+                with not_finite(self.step + 1), searched:
                     self._train_step(self.step + 1)
                 if self.step - begun == TRACED_STEPS.stop:
                     tracing.close()
-                if self.step == steps or self.step % self.config.evaluation.eval_every == 0:
-                    self.evaluate("validation", between)
+                if self.step == config.steps or self.step % config.eval_every == 0:
+                    self.evaluate("validation", config.eval_bytes // INTERMEDIATE_SHARE)
                 self.checkpoints.poll()
-                last = self.step == steps or bool(self.stop_code)
+                last = self.step == config.steps or bool(self.stop_code)
                 if last or self.checkpoints.are_due(self.step):
-                    finite.check_weights(self.model, self.step)
+                    check_weights(self.model, self.step)
                 if self.checkpoints.are_due(self.step, last=last):
                     self.log.sync()
-                    text, sequences = self.config.data_sha256, self.config.sequences
-                    position = {"elapsed": self.elapsed, "data_sha256": text, "sequences": sequences}
-                    self.checkpoints.save(self.model, self.optimizer, self.step, **position)
-        except finite.DivergedError as error:
-            with contextlib.suppress(CheckpointError):  # on all ranks; what is wrong here comes first
+                    position = {"data_sha256": config.data_sha256, "sequences": config.sequences}
+                    self.checkpoints.save(self.model, self.optimizer, self.step, elapsed=self.elapsed, **position)
+        except DivergedError as error:
+            with contextlib.suppress(CheckpointError):  # on all ranks; the DivergedError comes first
                 self.checkpoints.wait()
             kept = complete_checkpoints(self.checkpoints.folder)
             advice = f"The checkpoint {kept[-1].name} is kept: resume" if kept else "Start again under another --name"
-            raise finite.DivergedError(f"{error}. {advice} with a lower --lr") from error
+            raise DivergedError(f"{error}. {advice} with a lower --lr") from error
         tracing.close()  # of a run of fewer steps
         self.checkpoints.wait()
 
     def _train_step(self, step: int) -> None:
         """Perform one optimizer step (counted from 1) and record it."""
-        began = time.perf_counter()
-        settings, sequence = self.config.training, self.config.model.sequence
-        set_learning_rates(self.optimizer, step, settings)
-        windows = sample(
+        began, config = time.perf_counter(), self.config
+        set_learning_rates(self.optimizer, step, config)
+        drawn = sample(
             self.corpus.train,
-            batch=settings.batch * settings.accumulate,
-            sequence=sequence,
-            key=(self.config.seed, step),
+            batch=config.batch * config.accumulate,
+            sequence=config.sequence,
+            key=(config.seed, step),
             part=(self.group.rank, self.group.size),
         )
-        microbatches = torch.split(torch.from_numpy(windows).to(self.group.device), settings.batch)
+        microbatches = torch.split(torch.from_numpy(drawn).to(self.group.device), config.batch)
         losses = []
         for number, tokens in enumerate(microbatches, start=1):
             sharded(self.model).set_requires_gradient_sync(number == len(microbatches))
@@ -141,12 +184,13 @@ class Run:
             losses.append(loss.detach())
         everyone = self.group.gather((torch.stack(losses).sum().item(), self.stop.code))
         rank_losses, stop_codes = zip(*everyone, strict=True)
-        if not settings.debug:  # which finds it before, also in backward
-            finite.check_loss(self.model, [t[:, :-1] for t in microbatches], rank_losses, step, self.group)
-        norm = finite.clip_gradients(self.model, settings.clip, step)
+        if not config.debug:  # which finds it before, also in backward
+            check_loss(self.model, [tokens[:, :-1] for tokens in microbatches], rank_losses, step)
+        with not_finite(step, "gradients: "):
+            norm = clip_grad_norm_(self.model.parameters(), config.clip, error_if_nonfinite=True).item()
         self.optimizer.step()
-        if self.footprints is None:
-            self.footprints = self.measure()
+        if self.state_bytes is None:
+            self.state_bytes = self.measure()
         self.optimizer.zero_grad()
         self.step, self.stop_code = step, max(stop_codes)
         mean = sum(rank_losses) / self.group.size
@@ -156,32 +200,45 @@ class Run:
                 "step": step,
                 "loss": mean,
                 "bits_per_byte": bits(mean),
-                "lr": learning_rate(step, settings),
+                "lr": self.optimizer.param_groups[-1]["lr"],
                 "grad_norm": norm,
-                "tokens_per_s": self.config.sequences * sequence / (time.perf_counter() - began),
+                "tokens_per_s": config.sequences * config.sequence / (time.perf_counter() - began),
                 "elapsed_s": self.elapsed,
             }
         )
 
-    def held_out(self, limit: int) -> HeldOut:
-        """Return the first `limit` of the held-out bytes."""
-        return HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
+    def evaluate(self, kind: str, limit: int) -> float:
+        """Return the mean cross-entropy in nats per byte over the first `limit` held-out bytes, and record it.
 
-    def evaluate(self, kind: str, held_out: HeldOut) -> float:
-        """Return the loss on held-out bytes, and record it with their number. A collective.
+        A collective. Every rank runs the same number of forwards, which are collectives: windows are dealt out in
+        rounds, and a rank without a window left in the last round predicts one that does not count.
 
         Raises:
             DivergedError: on all ranks, if it is not finite.
         """
-        loss = evaluate(self.model, held_out, self.config.training.batch, self.group)
+        batch, sequence, group = self.config.batch, self.config.sequence, self.group
+        text = whole_windows(self.corpus.validation, limit, sequence)
+        total = 0.0
+        self.model.eval()
+        for first in range(0, len(text) // sequence, batch * group.size):
+            own = first + group.rank * batch + np.arange(batch)
+            counts = own < len(text) // sequence
+            pairs = windows(text, np.where(counts, own, 0) * sequence, sequence)
+            tokens = torch.from_numpy(pairs).to(group.device)
+            with torch.no_grad():
+                logits = self.model(tokens[:, :-1])
+                losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+            total += float(losses.cpu()[torch.from_numpy(counts)].double().sum())  # not every device knows float64
+        self.model.train()
+        loss = sum(group.gather(total)) / (len(text) - 1)
         if not math.isfinite(loss):
-            finite.check_weights(self.model, self.step)
-            raise finite.DivergedError(f"step {self.step}: the validation loss is {loss}")
+            check_weights(self.model, self.step)
+            raise DivergedError(f"step {self.step}: the validation loss is {loss}")
         record = {"kind": kind, "step": self.step, "loss": loss, "bits_per_byte": bits(loss)}
-        self.log.record({**record, "bytes": len(held_out.targets), "elapsed_s": self.elapsed})
+        self.log.record({**record, "bytes": len(text) - 1, "elapsed_s": self.elapsed})
         return loss
 
-    def measure(self) -> tuple[Footprint, Footprint]:
+    def measure(self) -> tuple[dict[str, int], dict[str, int]]:
         """Count the bytes of training state on this rank, and of one unsharded copy."""
-        local, unsharded = (Footprint.of(self.model, self.optimizer, local=local) for local in (True, False))
+        local, unsharded = (count_state(self.model, self.optimizer, local=local) for local in (True, False))
         return local, unsharded
