@@ -225,7 +225,7 @@ def plan(
     """
     from fullshard.errors import FullshardError
     from fullshard.planning.dry_run import where
-    from fullshard.train.planned import Question, answer, choices_of, measure
+    from fullshard.train.planned import answer, choices_of, measure
 
     choices = {
         "replicas": replicas,
@@ -241,8 +241,17 @@ def plan(
             typer.echo(told, nl=bool(told))
             if model is None or not told:  # under torchrun, the first rank plans
                 return
-        question = Question(model, ranks, calibrate or cluster, batch, global_batch, sequence, memory, given, search)
-        found = answer(question)
+        found = answer(
+            model,
+            ranks=ranks,
+            cluster=calibrate or cluster,
+            rows=batch,
+            global_rows=global_batch,
+            sequence=sequence,
+            memory=memory,
+            choices=given,
+            search=search,
+        )
         if out is not None:
             found.save(out)
     except (FullshardError, ValueError, OSError) as error:

@@ -200,13 +200,11 @@ class TrainConfig(GPTConfig):
         """
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"cannot read {path}: there is no such file, which has the settings of a run: restore it, or choose "
-                "another --name for a new run"
-            ) from error
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror or error}. This file has the settings of a run: restore it, or "
+                "choose another --name for a new run"
+            ) from error
         except (ValueError, RecursionError) as error:  # of TOML, UTF-8 or numbers
             raise ConfigError(f"{path} is not a TOML file: {clipped(error)}") from error
         kinds = typing.get_type_hints(cls)

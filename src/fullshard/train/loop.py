@@ -190,7 +190,7 @@ class Run:
             norm = clip_grad_norm_(self.model.parameters(), config.clip, error_if_nonfinite=True).item()
         self.optimizer.step()
         if self.state_bytes is None:
-            self.state_bytes = self.measure()
+            self.state_bytes = count_state(self.model, self.optimizer)
         self.optimizer.zero_grad()
         self.step, self.stop_code = step, max(stop_codes)
         mean = sum(rank_losses) / self.group.size
@@ -237,8 +237,3 @@ class Run:
         record = {"kind": kind, "step": self.step, "loss": loss, "bits_per_byte": bits(loss)}
         self.log.record({**record, "bytes": len(text) - 1, "elapsed_s": self.elapsed})
         return loss
-
-    def measure(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Count the bytes of training state on this rank, and of one unsharded copy."""
-        local, unsharded = (count_state(self.model, self.optimizer, local=local) for local in (True, False))
-        return local, unsharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,22 @@ MEMORY_NOTE = (
 )
 
 
-def count_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) -> dict[str, int]:
-    """Count the bytes of training state after a step and before gradients are cleared.
+def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of training state that this rank holds, and those of one unsharded copy.
 
-    A missing gradient counts as its parameter.
-
-    Args:
-        model: the sharded model.
-        optimizer: its optimizer.
-        local: count the tensors that this rank holds; otherwise the full size of what they are shards of.
+    Call it after a step and before gradients are cleared; a missing gradient counts as its parameter.
     """
-
-    def count(tensors: Iterable[Tensor]) -> int:
-        return sum((t.to_local() if local and isinstance(t, DTensor) else t).nbytes for t in tensors)
-
     parameters = list(model.parameters())
-    return {
-        "parameters": count(parameters),
-        "gradients": count(p if p.grad is None else p.grad for p in parameters),
-        "optimizer": count(t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
+    state: dict[str, list[Tensor]] = {
+        "parameters": [*parameters],
+        "gradients": [p if p.grad is None else p.grad for p in parameters],
+        "optimizer": [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)],
     }
+    local = {
+        name: sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+        for name, tensors in state.items()
+    }
+    return local, {name: sum(t.nbytes for t in tensors) for name, tensors in state.items()}
 
 
 def show(summary: Mapping[str, Any], sequence: int, folder: Path, console: Console) -> None:

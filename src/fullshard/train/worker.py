@@ -28,7 +28,7 @@ from fullshard.train.loop import DivergedError, Run, build_model, sharded
 from fullshard.train.model import METADATA_KEY, generate
 from fullshard.train.optimizer import build_optimizer
 from fullshard.train.stop import CODE_FILE_VARIABLE, FAILURE, NOT_FINITE, WRONG_INPUT, StopRequest, exit_code
-from fullshard.train.summary import as_text, plot_losses, show
+from fullshard.train.summary import as_text, count_state, plot_losses, show
 
 
 def work(device: str, folder: Path, resume: Path | None, config_file: Path | None, given: Mapping[str, Any]) -> int:
@@ -60,10 +60,9 @@ def work(device: str, folder: Path, resume: Path | None, config_file: Path | Non
 
 def _run(group: Group, folder: Path, resume: Path | None, config_file: Path | None, given: Mapping[str, Any]) -> int:
     """Train on this rank, write the results, and return the exit code: 0, or 128 and the number of a stop signal."""
-    checkpoint: Path | None = None
-    config = TrainConfig()
+    is_rank0, config, checkpoint = group.rank == 0, TrainConfig(), None
     with group.raised_on_all_ranks():
-        if group.is_rank0:
+        if is_rank0:
             folder.mkdir(parents=True, exist_ok=True)
             run_folder.lock(folder, print)
             config, checkpoint = run_folder.settle(folder, resume, config_file, given)
@@ -80,20 +79,19 @@ def _run(group: Group, folder: Path, resume: Path | None, config_file: Path | No
     step = position["step"]
     if step > config.steps:
         raise ConfigError(f"{checkpoint} is already at step {step}: increase --steps to train further")
-    warning = ""
     with group.raised_on_all_ranks():
-        if group.is_rank0:
-            warning = _prepare_folder(folder, checkpoint, step, config)
+        if is_rank0:
+            _prepare_folder(folder, checkpoint, step, config)
 
-    log = RunLog(folder, config.steps, step, is_rank0=group.is_rank0, tensorboard=config.tensorboard)
+    log = RunLog(folder, config.steps, step, is_rank0=is_rank0, tensorboard=config.tensorboard)
     log.console.on_closed = lambda: stop.ask(signal.SIGPIPE)
     every = config.checkpoint_interval
-    saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.keep, group.is_rank0, log.say, step)
+    saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.keep, is_rank0, log.say, step)
     started = time.perf_counter() - position["elapsed"]
     training = Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
     final, sample = None, b""
     with log:
-        _announce(training, position, checkpoint, warning)
+        _announce(training, position, checkpoint)
         training.train()
         if training.stop_code:
             advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
@@ -105,9 +103,9 @@ def _run(group: Group, folder: Path, resume: Path | None, config_file: Path | No
             sample = generate(model, config.prompt.encode("utf-8"), config.generate, config.sequence, draws)
     size = json.dumps(dataclasses.asdict(config.model))
     export_safetensors(model, folder, max_shard_bytes=sys.maxsize, metadata={METADATA_KEY: size}, sync=True)
-    local, unsharded = training.state_bytes or training.measure()
+    local, unsharded = training.state_bytes or count_state(model, optimizer)
     states = group.gather(local)
-    if group.is_rank0:
+    if is_rank0:
         _report(training, folder, final, states, unsharded, sample)
     dist.destroy_process_group()
     return training.stop_code
@@ -129,20 +127,16 @@ def _read_text(config: TrainConfig, folder: Path, group: Group) -> Corpus:
     return corpus
 
 
-def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: TrainConfig) -> str:
-    """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only.
-
-    Returns:
-        A warning about earlier steps; empty if there is none.
-    """
+def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: TrainConfig) -> None:
+    """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only."""
     (folder / run_folder.ERROR).unlink(missing_ok=True)  # of an earlier part of this run
     run_folder.remove_incomplete(folder / run_folder.CHECKPOINTS)
     source = run_folder.run_of(checkpoint) if checkpoint else folder
     run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())  # first: of the records, see `settle`
-    return copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.steps)
+    copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.steps)
 
 
-def _announce(training: Run, position: dict[str, Any], checkpoint: Path | None, warning: str) -> None:
+def _announce(training: Run, position: dict[str, Any], checkpoint: Path | None) -> None:
     """Say what is trained on what, and what a user should know about it."""
     config, corpus, say = training.config, training.corpus, training.log.say
     say(
@@ -153,7 +147,7 @@ def _announce(training: Run, position: dict[str, Any], checkpoint: Path | None, 
     )
     if checkpoint is not None:
         say(f"resumed from step {training.step} ({checkpoint})")
-    for note in [*([warning] if warning else []), *corpus.notes]:
+    for note in corpus.notes:
         say(f"note: {note}")
     if position.get("data_sha256", "") not in ("", corpus.sha256):
         say(
