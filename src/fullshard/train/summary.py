@@ -59,16 +59,13 @@ def show(summary: Mapping[str, Any], sequence: int, folder: Path, console: Conso
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=not style)
 
-    loss, baselines = summary["bits_per_byte"], summary["baselines"]
-    if loss is None:
+    if summary["bits_per_byte"] is None:
         say("stopped before the final validation: no loss to compare with the baselines")
     else:
-        rows = {f"this model ({summary['parameters']:,} parameters)": [loss]}
-        rows |= {name: [value] for name, value in baselines.items()}
+        rows = {f"this model ({summary['parameters']:,} parameters)": [summary["bits_per_byte"]]}
+        rows |= {name: [value] for name, value in summary["baselines"].items()}
         title = f"validation on {summary['held_out_bytes']:,} held-out bytes"
         console.print(_table(title, ["predictor", "bits per byte"], rows, digits=3, bold=0))
-        for line in verdicts(loss, baselines):
-            say(line)
         say(LOSS_NOTE.format(sequence=sequence), "dim")
     console.print(_memory_table(summary["bytes_per_rank"], summary["bytes_unsharded"]))
     say(MEMORY_NOTE, "dim")
@@ -79,18 +76,6 @@ def show(summary: Mapping[str, Any], sequence: int, folder: Path, console: Conso
         text = Text.assemble((escape(summary["prompt"]), "bold"), escape(summary["sample"]))
         console.print(Panel(text, title="generated after the prompt", title_align="left"))
     say(f"{summary['seconds']:.0f} s in the training loop; results in {folder}")
-
-
-def verdicts(bits_per_byte: float, baselines: Mapping[str, float]) -> list[str]:
-    """Return one sentence per baseline: by how much the model is better or worse."""
-    sentences = []
-    for name, value in baselines.items():
-        gap = round(bits_per_byte - value, 3)
-        relation = "worse than" if gap > 0 else "better than"
-        sentences.append(
-            f"the model is {abs(gap):.3f} bits per byte {relation} {name}" if gap else f"the model equals {name}"
-        )
-    return sentences
 
 
 def as_text(sample: bytes) -> str:
