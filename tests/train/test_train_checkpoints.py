@@ -7,16 +7,16 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.train import run_folder
-from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.config import ConfigError, GPTConfig, TrainConfig
+from fullshard.train import loop, run_folder
+from fullshard.train.config import ConfigError, TrainConfig
+from fullshard.train.group import Group
 from fullshard.train.log import copy_metrics, read_metrics
-from fullshard.train.model import GPT
 from fullshard.train.run_folder import complete_checkpoints, find_checkpoint, settle
 
 CONFIG = TrainConfig(data_sha256="a", ranks=2)
@@ -62,7 +62,6 @@ def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     for named in (tmp_path / "run", newest.parent, newest):
         assert find_checkpoint(named) == newest
-    assert run_folder.run_of(newest) == tmp_path / "run"
     for wrong in (newest.with_name("step-00000009"), tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match=r"cannot resume: .*pass the folder of a run"):
             find_checkpoint(wrong)
@@ -74,30 +73,37 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
 
     def begin(*args: object, **options: object) -> Future[None]:
         futures.append(Future())
+        if len(futures) == 4:
+            futures[-1].set_exception(CheckpointError("no space left"))
         return futures[-1]
 
-    monkeypatch.setattr("fullshard.train.checkpoints.async_save", begin)
-    model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
-    optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=2, keep=1, is_rank0=True, say=said.append, step=0)
-    assert [kept.are_due(step) for step in (1, 2)] == [False, True] and kept.are_due(1, last=True)
-    kept.save(model, optimizer, 2)
-    futures[0].set_exception(CheckpointError("no space left"))
-    make(tmp_path, 2, complete=False)
-    kept.poll()  # no error: ranks may see it at different steps
-    kept.save(model, optimizer, 4)
-    assert said.pop() == "warning: the checkpoint after step 2 was not written: no space left"
-    assert names(tmp_path) == []
-    make(tmp_path, 1, 4)
-    kept.poll()
-    assert not said and not kept.are_due(4, last=True)
-    futures[1].set_result(None)
-    kept.poll()
-    assert said.pop().startswith("step 4: checkpoint saved in ") and names(tmp_path) == ["step-00000004"]
-    kept.save(model, optimizer, 6)
-    futures[2].set_exception(CheckpointError("no space left"))
+    monkeypatch.setattr(loop, "async_save", begin)
+    monkeypatch.setattr(loop, "check_weights", lambda model, step: None)
+    said, folder = list[str](), tmp_path / "checkpoints"
+    log = SimpleNamespace(say=said.append, sync=lambda: None)
+    config, group = TrainConfig(steps=7, checkpoint_every=2, keep=1), Group(0, 1, torch.device("cpu"))
+    run = loop.Run(config, None, group, None, None, None, tmp_path, log, 0, 0, 0.0)  # type: ignore[arg-type]
+
+    def step(number: int) -> None:
+        """End the save that the step before has begun."""
+        run.step = number
+        if number == 3:
+            futures[0].set_exception(CheckpointError("no space left"))
+            make(folder, 2, complete=False)
+        if number == 5:
+            assert said == ["warning: the checkpoint after step 2 was not written: no space left"]
+            assert names(folder) == []
+            make(folder, 1, 4)
+        if number in (5, 7):
+            futures[-1].set_result(None)
+
+    monkeypatch.setattr(run, "_train_step", step)
+    monkeypatch.setattr(run, "evaluate", lambda *_: 0.0)
     with pytest.raises(CheckpointError, match="no space left"):
-        kept.wait()
+        run.train()
+    assert [text[:24] for text in said[1:]] == ["step 4: checkpoint saved", "step 6: checkpoint saved"]
+    assert names(folder) == ["step-00000004"]
+    assert run.saved_step == 7 and len(futures) == 4
 
 
 def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def steps(rank: Rank, count: int = 3, **options: Any) -> tuple[list[float], dict
     group = Group(rank.rank, rank.world_size, torch.device(rank.device))
     model, log, nothing = loop.build_model(config, group), _Records(), SimpleNamespace(code=0)
     corpus, optimizer = read([__file__], seed=0, sequence=16), build_optimizer(model, config)
-    once = loop.Run(config, corpus, group, nothing, model, optimizer, nothing, log, 0, 0.0)  # type: ignore[arg-type]
+    once = loop.Run(config, corpus, group, nothing, model, optimizer, nothing, log, 0, 0, 0.0)  # type: ignore[arg-type]
     for step in range(1, count + 1):
         once._train_step(step)
     weights = {name: value.full_tensor() for name, value in model.state_dict().items()}

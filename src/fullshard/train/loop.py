@@ -6,12 +6,15 @@ It stops a run whose loss, gradients or weights are no longer finite before they
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -19,18 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import CommQuantization, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, get_total_norm
+from fullshard import (
+    CommQuantization,
+    MixedPrecisionPolicy,
+    async_save,
+    clip_grad_norm_,
+    fully_shard,
+    get_total_norm,
+)
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.composable.fsdp_module import FSDPModule
 from fullshard.errors import CheckpointError, NonFiniteError
-from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.config import TrainConfig
+from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.corpus import Corpus, sample, whole_windows, windows
 from fullshard.train.group import Group
 from fullshard.train.log import RunLog, bits
 from fullshard.train.model import GPT, Block, initialize
 from fullshard.train.optimizer import set_learning_rates
-from fullshard.train.run_folder import complete_checkpoints
+from fullshard.train.run_folder import CHECKPOINTS, complete_checkpoints, keep_newest, remove_incomplete
 from fullshard.train.stop import StopRequest
 from fullshard.train.summary import count_state
 
@@ -104,6 +113,37 @@ def sharded(model: GPT) -> FSDPModule:
     return cast("FSDPModule", model)
 
 
+def load_position(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load a checkpoint into a sharded model and its optimizer. All ranks call it and get the same result or error.
+
+    Options of the optimizer's groups stay those of the settings.
+
+    Returns:
+        The position that was saved: `step`, and what else `save` was given as `position`.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, does not fit, or is not one of `fullshard train`. The message names the
+            older complete checkpoints: which of them is good enough is the user's choice.
+    """
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    try:
+        extra = fullshard.load(checkpoint, model, optimizer)
+    except CheckpointError as error:
+        complete = complete_checkpoints(checkpoint.parent)
+        older = ", ".join(str(path) for path in itertools.takewhile(lambda path: path != checkpoint, complete))
+        advice = (
+            f"Older checkpoints: {older}. Start from one of them with --resume PATH and another --name"
+            if older
+            else "There is no older checkpoint: choose another --name to start from the beginning"
+        )
+        raise ConfigError(f"cannot resume: {error}. {advice}") from error
+    if "position" not in extra:
+        raise ConfigError(f"cannot resume: {checkpoint} was not written by fullshard train")
+    for parameters, own in zip(optimizer.param_groups, options, strict=True):
+        parameters.update(own)
+    return dict(extra["position"])
+
+
 @dataclass
 class Run:
     """A training run on one rank."""
@@ -114,12 +154,20 @@ class Run:
     stop: StopRequest  # looked at in every step, see [Note: Stopping all ranks]
     model: GPT  # from `build_model`; trained in place
     optimizer: torch.optim.Optimizer
-    checkpoints: Checkpoints
+    folder: Path  # of the run, which every rank sees if checkpoints are saved
     log: RunLog  # gets a record of every step and validation
     step: int  # optimizer steps done; the batches of later ones are a function of the seed and the step's number
+    saved_step: int  # of the last checkpoint that was begun or resumed from; 0: there is none
     started: float  # when the loop would have started without interruptions, by `time.perf_counter`
     state_bytes: tuple[dict[str, int], dict[str, int]] | None = None  # of this rank, and unsharded; after a step
     stop_code: int = 0  # exit code that a rank was asked to stop with, the same on all; 0: none was
+    _saving: Future[None] | None = None
+    _save_began: float = 0.0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / CHECKPOINTS
 
     @property
     def elapsed(self) -> float:
@@ -138,7 +186,7 @@ class Run:
         try:
             while self.step < config.steps and not self.stop_code:
                 if config.trace and self.step - begun == TRACED_STEPS.start:
-                    tracing.enter_context(fullshard.trace(self.checkpoints.folder.parent / "trace"))
+                    tracing.enter_context(fullshard.trace(self.folder / "trace"))
                 searched = fullshard.debug.find_nonfinite(self.model) if config.debug else contextlib.nullcontext()
                 with not_finite(self.step + 1), searched:
                     self._train_step(self.step + 1)
@@ -146,22 +194,60 @@ class Run:
                     tracing.close()
                 if self.step == config.steps or self.step % config.eval_every == 0:
                     self.evaluate("validation", config.eval_bytes // INTERMEDIATE_SHARE)
-                self.checkpoints.poll()
-                last = self.step == config.steps or bool(self.stop_code)
-                if last or self.checkpoints.are_due(self.step):
+                if self._saving and self._saving.done() and not self._saving.exception():
+                    self.finish_save()  # no collective: ranks may see it at different steps
+                every, last = config.checkpoint_interval, self.step == config.steps or bool(self.stop_code)
+                is_due = every > 0 and (last or self.step % every == 0)
+                if last or is_due:
                     check_weights(self.model, self.step)
-                if self.checkpoints.are_due(self.step, last=last):
-                    self.log.sync()
-                    position = {"data_sha256": config.data_sha256, "sequences": config.sequences}
-                    self.checkpoints.save(self.model, self.optimizer, self.step, elapsed=self.elapsed, **position)
+                if is_due and self.saved_step != self.step:
+                    self.begin_save()
         except DivergedError as error:
             with contextlib.suppress(CheckpointError):  # on all ranks; the DivergedError comes first
-                self.checkpoints.wait()
-            kept = complete_checkpoints(self.checkpoints.folder)
+                self.finish_save()
+            kept = complete_checkpoints(self.checkpoints)
             advice = f"The checkpoint {kept[-1].name} is kept: resume" if kept else "Start again under another --name"
             raise DivergedError(f"{error}. {advice} with a lower --lr") from error
         tracing.close()  # of a run of fewer steps
-        self.checkpoints.wait()
+        self.finish_save()
+
+    def begin_save(self) -> None:
+        """Start to save; return as soon as this rank's shards are copied. Waits for the previous save.
+
+        If that failed, for want of space for example, the run goes on, and this one is the next attempt.
+
+        Raises:
+            CheckpointError: on all ranks, if this checkpoint cannot be begun.
+        """
+        self.log.sync()
+        try:
+            self.finish_save()
+        except CheckpointError as error:  # on all ranks
+            self.log.say(f"warning: the checkpoint after step {self.saved_step} was not written: {error}")
+            if self.group.rank == 0:
+                remove_incomplete(self.checkpoints)  # what it has left takes up space
+        self._save_began, self.saved_step = time.perf_counter(), self.step
+        position = {
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "data_sha256": self.config.data_sha256,
+            "sequences": self.config.sequences,
+        }
+        path = self.checkpoints / f"step-{self.step:08d}"
+        self._saving = async_save(path, self.model, self.optimizer, position=position)
+
+    def finish_save(self) -> None:
+        """Wait until the pending checkpoint is complete, and remove old ones.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written.
+        """
+        pending, self._saving = self._saving, None
+        if pending is not None:
+            pending.result()
+            self.log.say(f"step {self.saved_step}: checkpoint saved in {time.perf_counter() - self._save_began:.1f} s")
+            if self.group.rank == 0:
+                keep_newest(self.checkpoints, self.config.keep)
 
     def _train_step(self, step: int) -> None:
         """Perform one optimizer step (counted from 1) and record it."""

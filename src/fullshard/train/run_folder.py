@@ -77,7 +77,7 @@ def settle(
     """
     own = complete_checkpoints(folder / CHECKPOINTS) if folder else []
     checkpoint = own[-1] if own else find_checkpoint(resume).resolve() if resume else None
-    before = TrainConfig.from_toml(run_of(checkpoint) / CONFIG) if checkpoint else None
+    before = TrainConfig.from_toml(checkpoint.parent.parent / CONFIG) if checkpoint else None
     base = TrainConfig.from_toml(config_file) if config_file else before or TrainConfig()
     config = dataclasses.replace(base, **given)
     wrong = _changes(before, config, [*_MODEL, "optimizer", "seed"]) if before else ""
@@ -167,11 +167,6 @@ def remove_incomplete(folder: Path) -> None:
     for path in _all_checkpoints(folder):
         if not (path / INDEX).is_file():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def run_of(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to."""
-    return checkpoint.parent.parent
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -19,12 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard import export_safetensors
 from fullshard.train import run_folder
-from fullshard.train.checkpoints import Checkpoints, load_position
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.corpus import Corpus, baselines, read, whole_windows
 from fullshard.train.group import Group
 from fullshard.train.log import RunLog, bits, copy_metrics, read_metrics
-from fullshard.train.loop import DivergedError, Run, build_model, sharded
+from fullshard.train.loop import DivergedError, Run, build_model, load_position, sharded
 from fullshard.train.model import METADATA_KEY, generate
 from fullshard.train.optimizer import build_optimizer
 from fullshard.train.stop import CODE_FILE_VARIABLE, FAILURE, NOT_FINITE, WRONG_INPUT, StopRequest, exit_code
@@ -85,16 +84,16 @@ def _run(group: Group, folder: Path, resume: Path | None, config_file: Path | No
 
     log = RunLog(folder, config.steps, step, is_rank0=is_rank0, tensorboard=config.tensorboard)
     log.console.on_closed = lambda: stop.ask(signal.SIGPIPE)
-    every = config.checkpoint_interval
-    saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.keep, is_rank0, log.say, step)
     started = time.perf_counter() - position["elapsed"]
-    training = Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
+    training = Run(config, corpus, group, stop, model, optimizer, folder, log, step, step, started)
     final, sample = None, b""
     with log:
         _announce(training, position, checkpoint)
         training.train()
         if training.stop_code:
-            advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
+            advice = f"--name {folder.name} resumes it"
+            if config.checkpoint_every == 0:
+                advice = "no checkpoint was saved (--checkpoint-every 0)"
             log.say(f"stopped after step {training.step} of {config.steps}; {advice}")
         else:
             final = bits(training.evaluate("final_validation", config.eval_bytes))
@@ -131,7 +130,7 @@ def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: Tr
     """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only."""
     (folder / run_folder.ERROR).unlink(missing_ok=True)  # of an earlier part of this run
     run_folder.remove_incomplete(folder / run_folder.CHECKPOINTS)
-    source = run_folder.run_of(checkpoint) if checkpoint else folder
+    source = checkpoint.parent.parent if checkpoint else folder
     run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())  # first: of the records, see `settle`
     copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.steps)
 
