@@ -43,7 +43,7 @@ PRECISIONS = {"fp32": (4.0, 4.0), "bf16, gradients in fp32": (2.0, 4.0), "bf16":
 class Options(SharedOptions):
     """The default training job in every format: some ten minutes."""
 
-    steps: int = TrainConfig().training.steps
+    steps: int = TrainConfig().steps
     only: tuple[str, ...] = option((), choices=tuple(COMM_QUANTIZATIONS))
     document: Path = PAGE
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fullshard.train.config import ConfigError, TrainConfig, options
-from fullshard.train.run_folder import RunLocation
+from fullshard.train.run_folder import folder_of, make_numbered, settle
 from fullshard.version import __version__
 
 app = typer.Typer(
@@ -47,19 +47,21 @@ def main(
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a run and of all its settings, in the place of its `**given`."""
+    """Give a command the options of all settings of a run in the place of its `**given`."""
     own = list(signatures.signature(command, eval_str=True).parameters.values())[:-1]
-    derived = []
-    for name, kind, value, option in (*options(RunLocation), *options()):
+    stated, derived = options(), []
+    for name, setting in signatures.signature(TrainConfig, eval_str=True).parameters.items():
+        if (option := stated.get(name)) is None:
+            continue
         default = f"  [dim]\\[default: {option.default}][/]" if option.default else ""
         declared = typer.Option(
-            value,
+            setting.default,
             help=option.help + default,
             show_default=not option.default,
             metavar=option.metavar or "|".join(option.choices) or None,
             rich_help_panel=option.panel,
         )
-        derived.append(signatures.Parameter(name, own[-1].kind, default=declared, annotation=kind))
+        derived.append(setting.replace(default=declared))
     command.__signature__ = signatures.Signature([*own, *derived])  # type: ignore[attr-defined]
     return command
 
@@ -76,21 +78,35 @@ def train(
             show_default=False,
         ),
     ] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for all runs.", rich_help_panel="Run")] = Path("runs"),
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the run, a folder in --out. An existing run is resumed.  "
+            "[dim]\\[default: next free number][/]",
+            rich_help_panel="Run",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Start from this checkpoint, or from the newest checkpoint of this run. If --name is a run that has "
+            "checkpoints, it resumes from those instead.",
+            metavar="FOLDER",
+            rich_help_panel="Run",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
             help="config.toml of an earlier run to repeat; other options take precedence over it.",
-            show_default=False,
-            rich_help_panel=RunLocation.PANEL,
+            rich_help_panel="Run",
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            help="How many times to restart all workers after one has failed.",
-            min=0,
-            rich_help_panel=RunLocation.PANEL,
-        ),
+        typer.Option(help="How many times to restart all workers after one has failed.", min=0, rich_help_panel="Run"),
     ] = 3,
     **given: Any,
 ) -> None:
@@ -103,18 +119,30 @@ def train(
     Ctrl-C and SIGTERM stop all ranks and save a checkpoint. The same --name resumes the run.
     """
     settings = {
-        option.name: given[option.name]
-        for option in options()
-        if getattr(context.get_parameter_source(option.name), "name", "DEFAULT") != "DEFAULT"
+        option: value
+        for option, value in given.items()
+        if getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
     }
     if data:
         settings |= {"data": tuple(str(path.resolve()) for path in data), "data_sha256": ""}
     is_worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # started by torchrun, or by the launcher
     try:
-        location = RunLocation(**{option.name: given[option.name] for option in options(RunLocation)})
-        before = location.settings()
-        checked = _checked(settings, config, before, location)
-        code = _work(checked, before, location) if is_worker else _launch(checked, location, max_restarts)
+        folder = None if name is None else folder_of(out, name)
+        checked, _ = settle(folder, resume, config, settings)
+        for module, extra, is_needed in (
+            ("matplotlib", "train", True),
+            ("tensorboard", "tensorboard", checked.tensorboard),
+        ):
+            if is_needed and importlib.util.find_spec(module) is None:
+                raise ConfigError(f"{module} is not installed: pip install 'fullshard[{extra}]'")
+        if is_worker:
+            if folder is None:
+                raise ConfigError("under torchrun, pass --name: restarted workers find the run by it")
+            from fullshard.train.worker import work
+
+            code = work(checked.device, folder, resume, config, settings)
+        else:
+            code = _launch(checked, folder, out, max_restarts)
     except ConfigError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -137,10 +165,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0)] = 0,
 ) -> None:
     """Generate text with the weights of a run of `fullshard train`, in one process."""
-    from fullshard.train import generation
+    from fullshard.train.model import text_from
 
     try:
-        typer.echo(generation.text_from(run, prompt, count, temperature, seed))
+        typer.echo(text_from(run, prompt, count, temperature, seed))
     except ConfigError as error:
         _fail(str(error), "generate")
 
@@ -197,7 +225,7 @@ def plan(
     """
     from fullshard.errors import FullshardError
     from fullshard.planning.dry_run import where
-    from fullshard.train.planned import Question, answer, choices_of, measure
+    from fullshard.train.planned import answer, choices_of, measure
 
     choices = {
         "replicas": replicas,
@@ -213,8 +241,17 @@ def plan(
             typer.echo(told, nl=bool(told))
             if model is None or not told:  # under torchrun, the first rank plans
                 return
-        question = Question(model, ranks, calibrate or cluster, batch, global_batch, sequence, memory, given, search)
-        found = answer(question)
+        found = answer(
+            model,
+            ranks=ranks,
+            cluster=calibrate or cluster,
+            rows=batch,
+            global_rows=global_batch,
+            sequence=sequence,
+            memory=memory,
+            choices=given,
+            search=search,
+        )
         if out is not None:
             found.save(out)
     except (FullshardError, ValueError, OSError) as error:
@@ -295,48 +332,21 @@ def export(
     raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
-def _checked(
-    given: dict[str, Any], config_file: Path | None, before: TrainConfig | None, location: RunLocation
-) -> TrainConfig:
-    """Return the settings of a run, after checking what can be checked without workers and without torch.
-
-    Raises:
-        ConfigError: an option is wrong.
-    """
-    base = TrainConfig.from_toml(config_file) if config_file else before or TrainConfig()
-    config = base.with_options(given)
-    location.check(config)
-    for module, extra, is_needed in (
-        ("matplotlib", "train", True),
-        ("tensorboard", "tensorboard", config.evaluation.tensorboard),
-    ):
-        if is_needed and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{module} is not installed: pip install 'fullshard[{extra}]'")
-    return config
-
-
-def _work(config: TrainConfig, before: TrainConfig | None, location: RunLocation) -> int:
-    """Run as one rank under torch's elastic agent."""
-    if location.name is None:
-        raise ConfigError("under torchrun, pass --name: restarted workers find the run by it")
-    from fullshard.train.worker import work
-
-    return work(config, before, location)
-
-
-def _launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
+def _launch(config: TrainConfig, folder: Path | None, out: Path, max_restarts: int) -> int:
     """Start this machine's ranks after checking their input."""
     from fullshard.train import corpus
 
-    corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
+    corpus.read(config.data, seed=config.seed, sequence=config.sequence)
     from fullshard.train import group, launcher  # imports torch: after what can be checked without it
 
     _, ranks = group.choose(config.device, config.ranks)
     try:
-        location = location.claim()
+        if folder is None:
+            folder = make_numbered(out)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot write results to {location.out}: {error}") from None
-    return launcher.launch(location, ranks, max_restarts)
+        raise ConfigError(f"cannot write results to {out}: {error}") from None
+    return launcher.launch(folder, ranks, max_restarts)
 
 
 def _fail(message: str, command: str = "train") -> NoReturn:

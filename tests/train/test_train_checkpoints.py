@@ -7,19 +7,17 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.train import run_folder, worker
-from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.config import ConfigError, GPTConfig, TrainConfig
+from fullshard.train import loop, run_folder
+from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.group import Group
 from fullshard.train.log import copy_metrics, read_metrics
-from fullshard.train.model import GPT
-from fullshard.train.run_folder import RunLocation, complete_checkpoints, find_checkpoint
+from fullshard.train.run_folder import complete_checkpoints, find_checkpoint, settle
 
 CONFIG = TrainConfig(data_sha256="a", ranks=2)
 
@@ -27,7 +25,7 @@ CONFIG = TrainConfig(data_sha256="a", ranks=2)
 def make(folder: Path, *steps: int, complete: bool = True) -> Path:
     """Checkpoints of these steps, as far as their folders go."""
     for step in steps:
-        path = run_folder.checkpoint_path(folder, step)
+        path = folder / f"step-{step:08d}"
         path.mkdir(parents=True)
         (path / "data-0.safetensors").touch()
         if complete:
@@ -64,7 +62,6 @@ def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     for named in (tmp_path / "run", newest.parent, newest):
         assert find_checkpoint(named) == newest
-    assert run_folder.run_of(newest) == tmp_path / "run"
     for wrong in (newest.with_name("step-00000009"), tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match=r"cannot resume: .*pass the folder of a run"):
             find_checkpoint(wrong)
@@ -76,30 +73,37 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
 
     def begin(*args: object, **options: object) -> Future[None]:
         futures.append(Future())
+        if len(futures) == 4:
+            futures[-1].set_exception(CheckpointError("no space left"))
         return futures[-1]
 
-    monkeypatch.setattr("fullshard.train.checkpoints.async_save", begin)
-    model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
-    optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=2, keep=1, is_rank0=True, say=said.append, step=0)
-    assert [kept.are_due(step) for step in (1, 2)] == [False, True] and kept.are_due(1, last=True)
-    kept.save(model, optimizer, 2)
-    futures[0].set_exception(CheckpointError("no space left"))
-    make(tmp_path, 2, complete=False)
-    kept.poll()  # no error: ranks may see it at different steps
-    kept.save(model, optimizer, 4)
-    assert said.pop() == "warning: the checkpoint after step 2 was not written: no space left"
-    assert names(tmp_path) == []
-    make(tmp_path, 1, 4)
-    kept.poll()
-    assert not said and not kept.are_due(4, last=True)
-    futures[1].set_result(None)
-    kept.poll()
-    assert said.pop().startswith("step 4: checkpoint saved in ") and names(tmp_path) == ["step-00000004"]
-    kept.save(model, optimizer, 6)
-    futures[2].set_exception(CheckpointError("no space left"))
+    monkeypatch.setattr(loop, "async_save", begin)
+    monkeypatch.setattr(loop, "check_weights", lambda model, step: None)
+    said, folder = list[str](), tmp_path / "checkpoints"
+    log = SimpleNamespace(say=said.append, sync=lambda: None)
+    config, group = TrainConfig(steps=7, checkpoint_every=2, keep=1), Group(0, 1, torch.device("cpu"))
+    run = loop.Run(config, None, group, None, None, None, tmp_path, log, 0, 0, 0.0)  # type: ignore[arg-type]
+
+    def step(number: int) -> None:
+        """End the save that the step before has begun."""
+        run.step = number
+        if number == 3:
+            futures[0].set_exception(CheckpointError("no space left"))
+            make(folder, 2, complete=False)
+        if number == 5:
+            assert said == ["warning: the checkpoint after step 2 was not written: no space left"]
+            assert names(folder) == []
+            make(folder, 1, 4)
+        if number in (5, 7):
+            futures[-1].set_result(None)
+
+    monkeypatch.setattr(run, "_train_step", step)
+    monkeypatch.setattr(run, "evaluate", lambda *_: 0.0)
     with pytest.raises(CheckpointError, match="no space left"):
-        kept.wait()
+        run.train()
+    assert [text[:24] for text in said[1:]] == ["step 4: checkpoint saved", "step 6: checkpoint saved"]
+    assert names(folder) == ["step-00000004"]
+    assert run.saved_step == 7 and len(futures) == 4
 
 
 def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:
@@ -110,29 +114,17 @@ def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in written) + '{"kind": "train", "st')
     assert read_metrics(path) == written
     for steps, count in ((3, 4), (2, 3)):
-        assert copy_metrics(path, copy, 2, steps) == ""
+        copy_metrics(path, copy, 2, steps)
         assert read_metrics(copy) == written[:count]
     copy_metrics(path, path, 3, 4)
     assert read_metrics(path) == written and names(tmp_path) == ["copy.jsonl", "metrics.jsonl"]
 
 
-def test_metrics_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
-    """All of them, or those of some steps: with the file, and the step from which on there are all."""
-    path, copy = tmp_path / "metrics.jsonl", tmp_path / "copy.jsonl"
-    assert copy_metrics(path, copy, 0, 9) == ""
-    for steps, missing, first in (([], 5, 6), ([3, 4, 5], 2, 3), ([1, 2, 4], 2, 6)):
-        path.write_text("".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in steps))
-        said = copy_metrics(path, copy, 5, 9)
-        assert f"{path} lacks {missing} of the 5 steps" in said and f"complete from step {first} on" in said
-    path.unlink()
-    assert f"{path} lacks 5 of the 5 steps" in copy_metrics(path, path, 5, 9)
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "ü" * 128, "a/b", "\0"])
+@pytest.mark.parametrize("name", ["n" * 300, "ü" * 128, "a/b" * 9, "\0"])
 def test_names_that_no_folder_can_have(tmp_path: Path, name: str) -> None:
     """They are refused before anything is made, and shown in short."""
     with pytest.raises(ConfigError, match=r"--name must be the name of one folder .* at most 255 bytes") as caught:
-        RunLocation(tmp_path / "runs", name * 9 if name == "a/b" else name)
+        run_folder.folder_of(tmp_path / "runs", name)
     assert len(str(caught.value)) < 500 + len(str(tmp_path)) and not names(tmp_path)
 
 
@@ -152,81 +144,63 @@ def test_results_without_a_checkpoint_are_not_overwritten(tmp_path: Path) -> Non
     not, wherever it would start from. With a checkpoint it resumes.
     """
     make(tmp_path / "other" / "checkpoints", 5)
-    for name in ("run", "other"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.toml").write_text(CONFIG.to_toml())
-        (tmp_path / name / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
-    places = [RunLocation(tmp_path, "run"), RunLocation(tmp_path, "run", tmp_path / "other")]
-    changed = CONFIG.with_options({"lr": 0.5, "data": ("/text",)})
-    RunLocation(tmp_path, "other").check(changed)
-    for place in places:
-        place.check(CONFIG.with_options({"ranks": 3, "data_sha256": "b"}))
-        with pytest.raises(ConfigError, match=r"results of data \(\), not \('/text',\), of lr 0.06, not 0.5, but no"):
-            place.check(changed)
-    (tmp_path / "run" / "summary.json").write_text("{}")
-    for place in places:
+    config = tmp_path / "config.toml"
+    for place in (tmp_path / "run", tmp_path / "other"):
+        place.mkdir(exist_ok=True)
+        (place / "config.toml").write_text(CONFIG.to_toml())
+        (place / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    config.write_text(CONFIG.to_toml())
+    changed = {"lr": 0.5, "data": ("/text",)}
+    folder, starts = tmp_path / "run", [(None, config), (tmp_path / "other", None)]
+    assert settle(tmp_path / "other", None, None, changed)[1] == tmp_path / "other" / "checkpoints" / "step-00000005"
+    for resume, file in starts:
+        settle(folder, resume, file, {"ranks": 3, "data_sha256": "b"})
+        with pytest.raises(ConfigError, match=r"results of --data \(\), not \('/text',\), --lr 0.06, not 0.5, but no"):
+            settle(folder, resume, file, changed)
+    (folder / "summary.json").write_text("{}")
+    for resume, file in starts:
         with pytest.raises(ConfigError, match=r"already has results, .*: choose another --name"):
-            place.check(CONFIG)
-    (tmp_path / "run" / "summary.json").unlink()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    places[0].check(changed)
-
-
-class _Alone(Group):
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-def test_settings_written_while_a_start_waited_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has merged its own with others, or with defaults. A newer checkpoint with the same settings is resumed. The
-    wait has a limit.
-    """
-    place, group = RunLocation(tmp_path, "run"), _Alone(0, 1, torch.device("cpu"))
-    make(place.folder / "checkpoints", 5)
-    (place.folder / "config.toml").write_text(CONFIG.to_toml())
-    lock = run_folder.lock
-    monkeypatch.setattr(run_folder, "lock", lambda *args: None)
-    for before in (None, CONFIG.with_options({"lr": 0.5})):
-        with pytest.raises(ConfigError, match=r"step-00000005 or .*: start again"):
-            worker._claim(place, before, before or TrainConfig(), group)
-    monkeypatch.setattr(run_folder, "lock", lock)
-    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.0)
-    assert worker._claim(place, CONFIG, CONFIG, group) == (place.checkpoint(), place.folder)
-    with pytest.raises(ConfigError, match=r"another process is writing to .*run: stop it, or choose another --name"):
-        worker._claim(place, CONFIG, CONFIG, group)
+            settle(folder, resume, file, {})
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").write_text("")
+    settle(folder, None, config, changed)
 
 
 @pytest.mark.parametrize(
-    ("name", "resume", "layers"), [("own", "other", 1), ("new", "other", 2), (None, "own", 1), ("new", None, None)]
+    ("name", "resume", "layers"), [("own", "other", 1), ("new", "other", 2), (None, "own", 1), ("new", None, 3)]
 )
 def test_settings_are_those_of_the_run_that_resumes(
-    name: str | None, resume: str | None, layers: int | None, tmp_path: Path
+    name: str | None, resume: str | None, layers: int, tmp_path: Path
 ) -> None:
-    """A run's own checkpoint comes before the one that it was started from, and so do its settings."""
+    """A run's own checkpoint comes before the one that it was started from, and so do its settings. What is given,
+    or in a config file, comes before both.
+    """
     for each, number in (("own", 1), ("other", 2)):
         make(tmp_path / each / "checkpoints", 5)
-        (tmp_path / each / "config.toml").write_text(CONFIG.with_options({"layers": number}).to_toml())
-    settings = RunLocation(tmp_path, name, tmp_path / resume if resume else None).settings()
-    assert (settings.model.layers if settings else None) == layers
+        (tmp_path / each / "config.toml").write_text(TrainConfig(layers=number, lr=0.5).to_toml())
+    places = (tmp_path / name if name else None, tmp_path / resume if resume else None)
+    config, checkpoint = settle(*places, None, {"lr": 0.25})
+    assert (config.layers, config.lr, checkpoint is None) == (layers, 0.25, resume is None)
+    (tmp_path / "config.toml").write_text(TrainConfig(layers=layers, lr=0.125).to_toml())
+    assert settle(*places, tmp_path / "config.toml", {})[0].lr == 0.125
 
 
 def test_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
     """Nobody could tell whether the model, the seed and the text are the same."""
     make(tmp_path / "moved", 5)
-    with pytest.raises(ConfigError, match=r"cannot read .*config.toml: there is no such file.* choose another --name"):
-        RunLocation(tmp_path, None, tmp_path / "moved").settings()
+    with pytest.raises(ConfigError, match=r"cannot read .*config.toml: No such file.* choose another --name"):
+        settle(None, tmp_path / "moved", None, {})
 
 
 def test_run_folders_are_numbered(tmp_path: Path) -> None:
     """A run without a name gets the number after the largest."""
     for name in ("007", "notes"):
         (tmp_path / name).mkdir()
-    place = RunLocation(tmp_path).claim()
-    assert place.name == "008" and place.folder == tmp_path / "008" and place.folder.is_dir()
+    assert run_folder.make_numbered(tmp_path) == tmp_path / "008" and (tmp_path / "008").is_dir()
 
 
 def test_run_folder_has_one_writer(tmp_path: Path) -> None:
-    """A second process says what it waits for, and goes on when the first one is killed."""
+    """A second process says what it waits for, for a limited time, and goes on when the first one is killed."""
     code = (
         "import sys, time; from pathlib import Path; from fullshard.train import run_folder\n"
         "run_folder.lock(Path(sys.argv[1]), lambda text: print(text, flush=True)); print('held', flush=True)\n"
@@ -238,6 +212,10 @@ def test_run_folder_has_one_writer(tmp_path: Path) -> None:
             line = [sys.executable, "-c", code, str(tmp_path)]
             processes.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
             assert processes[-1].stdout is not None and processes[-1].stdout.readline() == expected
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_folder, "LOCK_TIMEOUT", 0.0)
+            with pytest.raises(ConfigError, match="another process is writing to"):
+                run_folder.lock(tmp_path, print)
         processes[0].kill()
         assert processes[1].stdout is not None and processes[1].stdout.readline() == "held\n"
     finally:

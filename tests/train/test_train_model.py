@@ -9,8 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.train.config import MATCH_LENGTHS, GPTConfig
-from fullshard.train.input_embedding import match_rows, ngram_rows
-from fullshard.train.model import GPT, METADATA_KEY, TEMPERATURE, generate, initialize, load
+from fullshard.train.model import (
+    GPT,
+    METADATA_KEY,
+    TEMPERATURE,
+    generate,
+    initialize,
+    load,
+    match_rows,
+    ngram_rows,
+)
 
 CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12, ngrams=4, ngram_rows=64)
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.optim import orthogonalize
-from fullshard.train.config import GPTConfig, TrainingConfig
+from fullshard.train.config import GPTConfig, TrainConfig
 from fullshard.train.model import GPT, initialize
-from fullshard.train.optimizer import build_optimizer, learning_rate, set_learning_rates
+from fullshard.train.optimizer import build_optimizer, set_learning_rates
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def model() -> GPT:
     return made
 
 
-def train(model: GPT, optimizer: torch.optim.Optimizer, config: TrainingConfig, steps: range) -> None:
+def train(model: GPT, optimizer: torch.optim.Optimizer, config: TrainConfig, steps: range) -> None:
     """Take some steps of a run, each on bytes of its own."""
     for step in steps:
         tokens = torch.randint(0, 256, (2, 13), generator=torch.Generator().manual_seed(step))
@@ -34,7 +34,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, config: TrainingConfig, 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_every_parameter_is_in_one_group(model: GPT, name: str) -> None:
     """No parameter is forgotten or stepped twice, and only matrices of blocks decay."""
-    groups = build_optimizer(model, TrainingConfig(optimizer=name, weight_decay=0.5)).param_groups
+    groups = build_optimizer(model, TrainConfig(optimizer=name, weight_decay=0.5)).param_groups
     found = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(found) == sorted(id(parameter) for parameter in model.parameters())
     decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
@@ -43,7 +43,7 @@ def test_every_parameter_is_in_one_group(model: GPT, name: str) -> None:
 
 def test_muon_steps_matrices_of_blocks_in_fp32(model: GPT) -> None:
     """A first step moves such a matrix by the rate times its orthogonalized gradient; all others move by AdamW."""
-    config = TrainingConfig(steps=10, warmup=0, weight_decay=0.0, lr=0.5, muon_lr=0.25)
+    config = TrainConfig(steps=10, warmup=0, weight_decay=0.0, lr=0.5, muon_lr=0.25)
     before = copy.deepcopy(model)
     tokens = torch.randint(0, 256, (2, 13), generator=torch.Generator().manual_seed(1))
     F.cross_entropy(before(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -56,10 +56,13 @@ def test_muon_steps_matrices_of_blocks_in_fp32(model: GPT) -> None:
     torch.testing.assert_close(moved, torch.full_like(moved, 0.5), rtol=0, atol=0.01)
 
 
-def test_learning_rate_warms_up_and_falls() -> None:
+def test_learning_rate_warms_up_and_falls(model: GPT) -> None:
     """The rate rises in equal steps, stays at the peak, and falls in equal steps, the last one to zero."""
-    config = TrainingConfig(steps=100, warmup=3, lr=1.0)
-    assert [learning_rate(step, config) for step in (1, 2, 3)] == [0.25, 0.5, 0.75]
-    assert [learning_rate(step, config) for step in (4, 31)] == [1.0, 1.0]
-    assert [learning_rate(step, config) for step in (66, 100, 101)] == pytest.approx([0.5, 1 / 70, 0.0])
-    assert learning_rate(66, config, peak=4.0) == pytest.approx(2.0)
+    config = TrainConfig(steps=100, warmup=3, lr=1.0, muon_lr=4.0)
+    optimizer = build_optimizer(model, config)
+    rates = []
+    for step in (1, 2, 3, 4, 31, 66, 100, 101):
+        set_learning_rates(optimizer, step, config)
+        rates.append(optimizer.param_groups[-1]["lr"])
+        assert optimizer.param_groups[0]["lr"] == 4 * rates[-1]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 1 / 70, 0.0])

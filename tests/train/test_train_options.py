@@ -7,14 +7,15 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from train_processes import run
 from typer.testing import CliRunner
 
 from fullshard.cli import app
-from fullshard.train.config import CheckpointConfig, ConfigError, TrainConfig, options
-from fullshard.train.run_folder import RunLocation
+from fullshard.train.config import ConfigError, GPTConfig, TrainConfig, options
 from fullshard.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,46 +23,46 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_config_survives_toml(tmp_path: Path) -> None:
     """A config with every setting changed reads back equal, awkward strings included."""
-    changed: dict[str, object] = {
-        "data": ("/a b/ü.txt", 'quo"te'),
-        "data_sha256": "ff",
-        "prompt": "\n\t'\"",
-        "width": 8,
-    }
-    for name, kind, value, option in options():
+    changed: dict[str, Any] = {"data": ("/a b/ü.txt", 'quo"te'), "data_sha256": "ff", "prompt": "\n\t'\"", "width": 8}
+    for name, option in options().items():
+        value = getattr(TrainConfig(), name)
         other = next((each for each in option.choices if each != value), "cpu")
-        changed.setdefault(name, other if kind is str else not value if kind is bool else value + 3)
+        changed.setdefault(name, other if type(value) is str else not value if type(value) is bool else value + 3)
         assert changed[name] != value
-    config = TrainConfig().with_options(changed | {"heads": 4})
+    config = TrainConfig(**changed | {"heads": 4})
     path = tmp_path / "config.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
     assert TrainConfig.from_toml(path) == config
+    assert config.model == GPTConfig(**{name: getattr(config, name) for name in vars(config.model)})
 
 
 def test_table_of_options_is_that_of_the_settings() -> None:
     """docs/reference/command_line.md lists every option with its default and help."""
     rows = []
-    for name, _, value, option in (*options(RunLocation), *options()):
+    for name, option in options().items():
+        value = getattr(TrainConfig(), name)
         default = option.default or (str(value).lower() if isinstance(value, bool) else str(value))
         shown = f" ({', '.join(option.choices)})" if option.choices else ""
         rows.append(f"| `--{name.replace('_', '-')}` | {default} | {option.help}{shown} |")
     text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
     found = re.findall(r"^\| `--[^|]*\|[^|]*\|[^|]*\|$", text, re.MULTILINE)
     assert [row for row in found if row in rows] == rows, "\n".join(["expected:", *rows])
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    assert all(f"`{each.opts[0]}`" in text for each in command.params if each.param_type_name == "option")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nlayrs = 3", "unknown settings: layrs"),
+        ("layrs = 3", "unknown settings: layrs"),
         ("seed = 'one'", "seed must be int"),
         ("seed = true", "seed must be int"),
-        ("[training]\nactivation_checkpointing = 1", "activation_checkpointing must be bool"),
+        ("activation_checkpointing = 1", "activation_checkpointing must be bool"),
         ("data = 'file'", "data must be a list of strings"),
-        ("[training]\nsteps = 0", "steps must be at least 1"),
-        ("[training]\nlr = nan", "lr must be a number above 0"),
-        ("[training]\noptimizer = 'sgd'", "optimizer must be one of adamw, muon, found 'sgd'"),
-        ("[model]\nwidth = 10\nheads = 4", "multiple of 2"),
+        ("steps = 0", "steps must be at least 1"),
+        ("lr = nan", "lr must be a number above 0"),
+        ("optimizer = 'sgd'", "optimizer must be one of adamw, muon, found 'sgd'"),
+        ("width = 10\nheads = 4", "multiple of 2"),
         ("seed = ", "not a TOML file"),
         ("a = " + "[" * 10**4, "not a TOML file"),
         ("seed = '" + "x" * 10**5 + "'", "seed must be int"),
@@ -80,7 +81,7 @@ def test_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(("every", "steps", "interval"), [(-1, 500, 25), (-1, 30, 10), (0, 500, 0), (7, 500, 7)])
 def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
     """A twentieth of the steps, but at least ten, unless the user says otherwise."""
-    assert CheckpointConfig(checkpoint_every=every).interval(steps) == interval
+    assert TrainConfig(checkpoint_every=every, steps=steps).checkpoint_interval == interval
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ print("heavy:", {"torch", "matplotlib"} & set(sys.modules))
 """
     done = run(sys.executable, "-c", code, COLUMNS="120")
     assert done.stdout.startswith("fullshard ")
-    assert all(f"--{option.name.replace('_', '-')}" in done.stdout for option in options())
+    assert all(f"--{name.replace('_', '-')}" in done.stdout for name in (*options(), "name", "resume"))
     assert re.findall(r"exit \d", done.stdout) == ["exit 0", "exit 0", "exit 2", "exit 2"]
     assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr
 

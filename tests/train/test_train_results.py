@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -19,8 +20,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.train import corpus
 from fullshard.train.config import GPTConfig, TrainConfig
-from fullshard.train.corpus import windows
-from fullshard.train.evaluation import HeldOut
+from fullshard.train.corpus import whole_windows, windows
 from fullshard.train.log import Record, read_metrics
 from fullshard.train.model import load
 from ranks import RankPool
@@ -98,8 +98,8 @@ def test_summary_counts_sharded_bytes(finished: Finished) -> None:
 
 def test_saved_model_has_the_measured_loss(finished: Finished, text: Path) -> None:
     """The saved model, loaded without ranks, has the validation loss that the sharded one had."""
-    held_out = HeldOut.take(corpus.read([str(text)], seed=0, sequence=32).validation, 1100, 32)
-    pairs = torch.from_numpy(windows(held_out.text, torch.arange(held_out.count).numpy() * 32, 32))
+    held_out = whole_windows(corpus.read([str(text)], seed=0, sequence=32).validation, 1100, 32)
+    pairs = torch.from_numpy(windows(held_out, torch.arange(len(held_out) // 32).numpy() * 32, 32))
     with torch.no_grad():
         logits = load(finished.folder / "model.safetensors")(pairs[:, :-1])
     loss = functional.cross_entropy(logits.flatten(0, 1), pairs[:, 1:].flatten())
@@ -129,7 +129,7 @@ def test_resume_on_another_number_of_ranks(finished: Finished, ranks: RankPool) 
 
 def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: RankPool) -> None:
     """With all of them, the steps after a checkpoint are those of a run that was not interrupted, and config.toml and
-    summary.json say so. That the run's metrics have gone is said.
+    summary.json say so, also where the run's metrics have gone.
     """
     options = ["--optimizer", "muon", "--dtype", "bf16", "--activation-checkpointing", "--accumulate", 2]
     options += ["--width", 64, "--comm-quantization", "int8"]  # embedding and head are large enough to be quantized
@@ -140,11 +140,10 @@ def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: R
     metrics.unlink()
     resumed = train(ranks, 2, "--resume", source, "--out", tmp_path, "--name", "resumed")
     assert losses(resumed.metrics) == losses([record for record in records if record["step"] > 3])
-    assert f"note: {metrics} lacks 3 of the 3 steps" in resumed.output
     assert all(math.isfinite(record["loss"]) for record in records)
     for name in ("config.toml", "model.safetensors"):
         assert (whole.folder / name).read_bytes() == (resumed.folder / name).read_bytes()
-    training = TrainConfig.from_toml(resumed.folder / "config.toml").training
+    training = TrainConfig.from_toml(resumed.folder / "config.toml")
     assert (training.optimizer, training.dtype, training.accumulate) == ("muon", "bf16", 2)
     assert training.activation_checkpointing
     received = json.loads((whole.folder / "summary.json").read_text())["comm_quantization"]
@@ -160,7 +159,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     (write_text(tmp_path / "text") / "new.txt").write_text("new " * 200)
     digest = corpus.read([str(tmp_path / "text")], seed=0, sequence=32).sha256
     config = tmp_path / "longer" / "config.toml"
-    config.write_text(TrainConfig.from_toml(config).with_options({"data_sha256": digest, "batch": 3}).to_toml())
+    config.write_text(dataclasses.replace(TrainConfig.from_toml(config), data_sha256=digest, batch=3).to_toml())
     options = [tmp_path / "text", "--steps", 7, "--batch", 3, "--keep", 1]
     longer = train(ranks, 2, *options, "--out", tmp_path, "--name", "longer")
     assert "note: the text has changed since" in longer.output
@@ -193,9 +192,12 @@ def test_damaged_checkpoint_is_an_error_that_names_older_ones(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "7", "--width", "64"], "has a model of --layers 1, not 7, --width 16, not 64: leave"),
-        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it does not have"),
-        (["--seed", "1"], "was trained with --seed 0, not 1: another seed holds out other files"),
+        (
+            ["--layers", "7", "--width", "64"],
+            "was trained with --layers 1, not 7, --width 16, not 64: leave",
+        ),
+        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw: leave"),
+        (["--seed", "1"], "was trained with --seed 0, not 1: leave"),
     ],
 )
 def test_run_resumes_only_as_itself(
@@ -231,7 +233,7 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(text: Path, t
     assert done.returncode == 3, done.stdout + done.stderr
     (message,) = done.stderr.strip().splitlines()
     assert message == (
-        "fullshard train: step 8: the loss is inf on rank 1 (first in the loss, from finite outputs). "
+        "fullshard train: step 8: the loss is inf on rank 1; all outputs of modules are finite. "
         "The checkpoint step-00000006 is kept: resume with a lower --lr"
     )
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 7

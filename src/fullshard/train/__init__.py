@@ -3,9 +3,10 @@
 From the outside in: the command line (``fullshard/cli.py``) reads ``config.py``, where each option is stated once, and
 starts workers with ``launcher.py``; ``worker.py`` is one rank from start to end, ``loop.py`` its training loop.
 
-- what is trained: ``corpus.py``, ``model.py``, ``input_embedding.py``, ``optimizer.py``, ``evaluation.py``,
-  ``generation.py``
-- what stays: ``run_folder.py``, ``checkpoints.py``
-- what is shown: ``log.py``, ``plot.py``, ``summary.py``
-- what can go wrong: ``stop.py`` (signals, and exit codes), ``finite.py``; in ``group.py`` ranks agree
+- what is trained: ``corpus.py``, ``model.py``, ``optimizer.py``
+- what stays: ``run_folder.py``
+- what is shown: ``log.py``, ``summary.py``
+- what can go wrong: ``stop.py`` (signals, and exit codes); in ``group.py`` ranks agree
+
+``planned.py`` is `fullshard plan`.
 """

@@ -11,10 +11,9 @@ import dataclasses
 import math
 import sys
 import typing
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import tomli_w
 
@@ -26,12 +25,9 @@ else:
     import tomli as tomllib
 
 COMM_QUANTIZATIONS = ("none", "int8", "fp8")
-OPTIMIZERS = ("adamw", "muon")
-DTYPES = ("fp32", "bf16")
 VOCABULARY = 256  # a token is a byte
 MATCH_LENGTHS = (3, 5, 8)  # bytes that have to occur again for a match
-CHECKPOINTS_PER_RUN = 20  # unless the user says how often
-LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
+MODEL, RANKS, TRAINING, OUTPUT, CHECKPOINTS = "Model", "Ranks", "Training", "Validation and output", "Checkpoints"
 
 
 class ConfigError(ValueError):
@@ -42,13 +38,13 @@ class ConfigError(ValueError):
 class Option:
     """A setting as users see it."""
 
+    panel: str  # title of its group in help
     help: str  # one or two sentences
     least: float | None = None  # smallest value
     above: float | None = None  # value that a number must exceed
     choices: tuple[str, ...] = ()  # the only values
     metavar: str | None = None  # placeholder of the value in help; None: its type, or the choices
     default: str = ""  # the default in words, where the value does not tell
-    panel: str = ""  # title of the group in help; empty: that of the section
 
     def check(self, name: str, value: Any) -> None:
         """Raise `ConfigError` if `value` is out of range."""
@@ -60,45 +56,28 @@ class Option:
             raise ConfigError(f"{name} must be a number above {self.above}, found {value}")
 
 
-class NamedOption(NamedTuple):
-    """An option with its name, type and default value; `option.panel` is set."""
-
-    name: str
-    type: type
-    value: Any
-    option: Option
-
-
-def option(value: Any, help: str, **more: Any) -> Any:
-    """Return a field with this default value, help text and what else an `Option` has."""
-    return field(default=value, metadata={Option: Option(help=help, **more)})
-
-
-class _Checked:
-    """Base class of settings that checks them against their options."""
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(typing.cast(Any, self)):
-            if Option in item.metadata:
-                item.metadata[Option].check(item.name, getattr(self, item.name))
+def option(value: Any, panel: str, help: str, **more: Any) -> Any:
+    """Return a field with this default value, group in help, help text, and what else an `Option` has."""
+    return field(default=value, metadata={Option: Option(panel=panel, help=help, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(_Checked):
+class GPTConfig:
     """Size of the model. `width / heads` must be even, as rotary positions turn pairs."""
 
-    PANEL: ClassVar[str] = "Model"
-    layers: int = option(3, "Transformer blocks.", least=1)
-    width: int = option(128, "Width of the residual stream (hidden size).", least=2)
-    heads: int = option(2, "Attention heads per block.", least=1)
-    sequence: int = option(512, "Context length in bytes.", least=8)
-    ngrams: int = option(4, "Longest n-gram, in bytes, that has an embedding.", least=2)
+    layers: int = option(3, MODEL, "Transformer blocks.", least=1)
+    width: int = option(128, MODEL, "Width of the residual stream (hidden size).", least=2)
+    heads: int = option(2, MODEL, "Attention heads per block.", least=1)
+    sequence: int = option(512, MODEL, "Context length in bytes.", least=8)
+    ngrams: int = option(4, MODEL, "Longest n-gram, in bytes, that has an embedding.", least=2)
     ngram_rows: int = option(
-        16384, "Rows of the n-gram embedding per length; n-grams with the same hash share a row.", least=1
+        16384, MODEL, "Rows of the n-gram embedding per length; n-grams with the same hash share a row.", least=1
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for item in dataclasses.fields(self):
+            if Option in item.metadata:
+                item.metadata[Option].check(item.name, getattr(self, item.name))
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"width must be a multiple of 2 * heads, so that each head has an even size; found width "
@@ -106,94 +85,15 @@ class GPTConfig(_Checked):
             )
 
     @property
-    def hidden(self) -> int:
-        """Width of the MLP."""
-        return 4 * self.width
-
-    @property
     def parameter_count(self) -> int:
         """Number of parameters of a `GPT` of this size."""
-        block = 4 * self.width**2 + 2 * self.width * self.hidden
         rows = 2 * VOCABULARY + (self.ngrams - 1) * self.ngram_rows + len(MATCH_LENGTHS) * (VOCABULARY + 1)
-        return self.layers * block + rows * self.width
+        return self.layers * 12 * self.width**2 + rows * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(_Checked):
-    """Settings of training."""
-
-    PANEL: ClassVar[str] = "Training"
-    steps: int = option(400, "Optimizer steps.", least=1)
-    batch: int = option(2, "Sequences per forward on each rank.", least=1)
-    accumulate: int = option(1, "Microbatches per optimizer step (gradient accumulation).", least=1)
-    optimizer: str = option(
-        "muon", "muon: Muon for the weight matrices of blocks, AdamW for all other parameters.", choices=OPTIMIZERS
-    )
-    lr: float = option(
-        0.06, "Peak learning rate of AdamW for embeddings; its other parameters use 0.07 times this.", above=0
-    )
-    muon_lr: float = option(0.03, "Peak learning rate of Muon.", above=0)
-    warmup: int = option(20, "Steps of linear learning rate warmup.", least=0)
-    weight_decay: float = option(0.0, "Weight decay of the weight matrices of blocks.", least=0)
-    clip: float = option(1.0, "Maximum gradient norm (gradient clipping).", above=0)
-    dtype: str = option(
-        "fp32",
-        "Dtype of computation and all-gathers; weights, gradient reduction and optimizer state stay in fp32.",
-        choices=DTYPES,
-    )
-    activation_checkpointing: bool = option(
-        False, "Recompute the activations of blocks in backward: less memory, a third more computation."
-    )
-    trace: bool = option(
-        False,
-        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder.",
-    )
-    debug: bool = option(
-        False, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(_Checked):
-    """Settings of validation and of the generated text."""
-
-    PANEL: ClassVar[str] = "Validation and output"
-    eval_every: int = option(100, "Steps between validations.", least=1)
-    eval_bytes: int = option(
-        256 * 1024, "Held-out bytes of the final validation and the baselines; other validations use 1/8.", least=1024
-    )
-    prompt: str = option("def ", "Prompt of the text that is generated at the end.")
-    generate: int = option(200, "Bytes to generate.", least=0)
-    tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.prompt:
-            raise ConfigError("prompt must have at least one character")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(_Checked):
-    """Settings of checkpointing; `checkpoint_every` is -1 for the default interval."""
-
-    PANEL: ClassVar[str] = "Checkpoints"
-    checkpoint_every: int = option(
-        -1, "Steps between checkpoints; 0: never.", least=-1, default="1/20 of all steps, at least 10"
-    )
-    keep: int = option(2, "Checkpoints to keep.", least=1)
-
-    def interval(self, steps: int) -> int:
-        """Return the steps between checkpoints in a run of `steps`; 0: never."""
-        if self.checkpoint_every >= 0:
-            return self.checkpoint_every
-        return max(LEAST_INTERVAL, steps // CHECKPOINTS_PER_RUN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(_Checked):
+class TrainConfig(GPTConfig):
     """All settings that affect a run's results or what it keeps, but not its output folder.
-
-    Names of fields are unique over this class and its sections: they are the options of the command line.
 
     Attributes:
         data: files and folders of text; empty means the source code of Python's standard library.
@@ -203,54 +103,92 @@ class TrainConfig(_Checked):
     data: tuple[str, ...] = ()
     data_sha256: str = ""
     ranks: int = option(
-        0, "Number of ranks (worker processes).", least=0, default="one per accelerator, or 2 without", panel="Ranks"
+        0, RANKS, "Number of ranks (worker processes).", least=0, default="one per accelerator, or 2 without"
     )
     device: str = option(
         "auto",
+        RANKS,
         "auto: accelerators if there is one for each rank, else the CPU. TYPE: a device type of torch.",
         metavar="auto|cpu|TYPE",
-        panel="Ranks",
-    )
-    seed: int = option(
-        0, "Random seed of data split, initial weights, batches and generated text.", least=0, panel="Training"
     )
     comm_quantization: str = option(
         "none",
+        RANKS,
         "Quantized communication of large parameters, for slow networks: weights in int8 or fp8, gradients in int8.",
         choices=COMM_QUANTIZATIONS,
-        panel="Ranks",
     )
-    model: GPTConfig = field(default_factory=GPTConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    seed: int = option(0, TRAINING, "Random seed of data split, initial weights, batches and generated text.", least=0)
+    steps: int = option(400, TRAINING, "Optimizer steps.", least=1)
+    batch: int = option(2, TRAINING, "Sequences per forward on each rank.", least=1)
+    accumulate: int = option(1, TRAINING, "Microbatches per optimizer step (gradient accumulation).", least=1)
+    optimizer: str = option(
+        "muon",
+        TRAINING,
+        "muon: Muon for the weight matrices of blocks, AdamW for all other parameters.",
+        choices=("adamw", "muon"),
+    )
+    lr: float = option(
+        0.06, TRAINING, "Peak learning rate of AdamW for embeddings; its other parameters use 0.07 times this.", above=0
+    )
+    muon_lr: float = option(0.03, TRAINING, "Peak learning rate of Muon.", above=0)
+    warmup: int = option(20, TRAINING, "Steps of linear learning rate warmup.", least=0)
+    weight_decay: float = option(0.0, TRAINING, "Weight decay of the weight matrices of blocks.", least=0)
+    clip: float = option(1.0, TRAINING, "Maximum gradient norm (gradient clipping).", above=0)
+    dtype: str = option(
+        "fp32",
+        TRAINING,
+        "Dtype of computation and all-gathers; weights, gradient reduction and optimizer state stay in fp32.",
+        choices=("fp32", "bf16"),
+    )
+    activation_checkpointing: bool = option(
+        False, TRAINING, "Recompute the activations of blocks in backward: less memory, a third more computation."
+    )
+    trace: bool = option(
+        False,
+        TRAINING,
+        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder.",
+    )
+    debug: bool = option(
+        False, TRAINING, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
+    )
+    eval_every: int = option(100, OUTPUT, "Steps between validations.", least=1)
+    eval_bytes: int = option(
+        256 * 1024,
+        OUTPUT,
+        "Held-out bytes of the final validation and the baselines; other validations use 1/8.",
+        least=1024,
+    )
+    prompt: str = option("def ", OUTPUT, "Prompt of the text that is generated at the end.")
+    generate: int = option(200, OUTPUT, "Bytes to generate.", least=0)
+    tensorboard: bool = option(False, OUTPUT, "Also write metrics for TensorBoard.")
+    checkpoint_every: int = option(
+        -1, CHECKPOINTS, "Steps between checkpoints; 0: never.", least=-1, default="1/20 of all steps, at least 10"
+    )
+    keep: int = option(2, CHECKPOINTS, "Checkpoints to keep.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompt:
+            raise ConfigError("prompt must have at least one character")
+
+    @property
+    def model(self) -> GPTConfig:
+        """The size of the model alone."""
+        return GPTConfig(**{item.name: getattr(self, item.name) for item in dataclasses.fields(GPTConfig)})
 
     @property
     def sequences(self) -> int:
         """Sequences per optimizer step, over all ranks."""
-        return self.ranks * self.training.batch * self.training.accumulate
+        return self.ranks * self.batch * self.accumulate
 
-    def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
-        """Return this config with some fields replaced, given by name without sections.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        changes: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, _Checked):
-                names = {inner.name for inner in dataclasses.fields(typing.cast(Any, value))}
-                own = {name: options[name] for name in names & options.keys()}
-                changes[item.name] = dataclasses.replace(typing.cast(Any, value), **own)
-            elif item.name in options:
-                changes[item.name] = options[item.name]
-        return dataclasses.replace(self, **changes)
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints; 0: never."""
+        return max(10, self.steps // 20) if self.checkpoint_every < 0 else self.checkpoint_every
 
     def to_toml(self) -> str:
         """Serialize this config as TOML, in the order of the fields."""
-        values = dataclasses.asdict(self)
-        values["data"] = list(self.data)
+        values = {**dataclasses.asdict(self), "data": list(self.data)}
         return "# Run it again: fullshard train --config THIS_FILE\n" + tomli_w.dumps(values)
 
     @classmethod
@@ -262,50 +200,34 @@ class TrainConfig(_Checked):
         """
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"cannot read {path}: there is no such file, which has the settings of a run: restore it, or choose "
-                "another --name for a new run"
-            ) from error
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror or error}. This file has the settings of a run: restore it, or "
+                "choose another --name for a new run"
+            ) from error
         except (ValueError, RecursionError) as error:  # of TOML, UTF-8 or numbers
             raise ConfigError(f"{path} is not a TOML file: {clipped(error)}") from error
-        flat: dict[str, Any] = {}
-        for name, value in values.items():
-            flat |= value if isinstance(value, dict) else {name: value}
-        types = {"data": tuple, "data_sha256": str} | {each.name: each.type for each in options()}
+        kinds = typing.get_type_hints(cls)
+        if unknown := sorted(values.keys() - kinds.keys()):
+            raise ConfigError(
+                f"{path}: unknown settings: {clipped(', '.join(unknown))}; valid settings are {', '.join(kinds)}"
+            )
         try:
-            unknown = sorted(flat.keys() - types.keys())
-            if unknown:
-                raise ConfigError(
-                    f"unknown settings: {clipped(', '.join(unknown))}; valid settings are {', '.join(types)}"
-                )
-            return cls().with_options({name: _convert(name, value, types[name]) for name, value in flat.items()})
+            return cls(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
 
-def options(section: Any = TrainConfig) -> Iterator[NamedOption]:
-    """Yield the options of a dataclass, by default all settings, in the order of the fields and with its sections."""
-    kinds, panel = typing.get_type_hints(section), getattr(section, "PANEL", "")
-    for item in dataclasses.fields(section):
-        kind = kinds[item.name]
-        if dataclasses.is_dataclass(kind):
-            yield from options(kind)
-        elif Option in item.metadata:
-            stated = item.metadata[Option]
-            stated = dataclasses.replace(stated, panel=stated.panel or panel)
-            yield NamedOption(item.name, kind, item.default, stated)
+def options() -> dict[str, Option]:
+    """Return the options of the command line by their names, in the order of the fields."""
+    return {item.name: item.metadata[Option] for item in dataclasses.fields(TrainConfig) if Option in item.metadata}
 
 
-def _convert(name: str, value: Any, wanted: type) -> Any:
+def _convert(name: str, value: Any, kind: Any) -> Any:
     """Return a TOML value as the type of a field, or raise `ConfigError`."""
-    if wanted is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if isinstance(value, list) and typing.get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
-    if wanted is float and type(value) is int:
-        return float(value)
-    if type(value) is wanted:
-        return value
-    expected = "a list of strings" if wanted is tuple else wanted.__name__
+    if type(value) is kind or (type(value) is int and kind is float):
+        return kind(value)
+    expected = "a list of strings" if typing.get_origin(kind) is tuple else kind.__name__
     raise ConfigError(f"{name} must be {expected}, found {clipped(repr(value))}")

@@ -1,4 +1,4 @@
-"""The text of a run: which files, which of them are held out, and which bytes form a batch.
+"""The text of a run: which files, which of them are held out, which bytes form a batch, and baselines.
 
 Tokens are bytes. Nothing here needs torch or a process group, so that wrong input is found before any worker
 starts.
@@ -10,9 +10,11 @@ import hashlib
 import os
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +51,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class TextFile:
+class TextFile(NamedTuple):
     """Path and content of a file."""
 
     path: Path
@@ -69,23 +70,36 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
     Raises:
         ConfigError: the text is missing, unreadable, empty or too small.
     """
+    notes: list[str] = []
     if data:
         source = ", ".join(data)
-        files, notes = _read_paths([Path(item) for item in data])
+        files = [file for item in data for file in _read_path(Path(item), notes)]
     else:
         root = Path(sysconfig.get_path("stdlib"))
         source = f"source code of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
-        files, notes = _read_folder(root, suffix=".py")
+        files = _read_folder(root, notes, suffix=".py")
         if not files:
             raise ConfigError(f"no Python source files under {root}: pass a file or folder of text to train on")
-    total = sum(len(file.content) for file in files)
+    # Of files with equal content one is kept: none may be on both sides.
+    distinct = {hashlib.sha256(file.content).digest(): file for file in reversed(files)}
+    total = sum(len(file.content) for file in distinct.values())
     needed = 4 * (sequence + 1)
     if total < needed:
         raise ConfigError(
             f"{source} has {total} bytes of text; at least {needed} are needed with --sequence {sequence}: "
             f"pass more text, or lower --sequence"
         )
-    return _split(source, files, notes, seed=seed, least=sequence + 1)
+    # Sorted by content, so that the split depends on the text and the seed, not on where it lies.
+    ordered = [distinct[digest] for digest in sorted(distinct)]
+    parts = _split([ordered[i] for i in np.random.default_rng(seed).permutation(len(ordered))], sequence + 1, notes)
+    digest = hashlib.sha256()
+    for part in parts:
+        for file in part:
+            digest.update(len(file.content).to_bytes(8, "little") + file.content)
+        digest.update(b"|")
+    train, validation = (np.frombuffer(b"".join(file.content for file in part), dtype=np.uint8) for part in parts)
+    train_files, validation_files = (tuple(file.path for file in part) for part in parts)
+    return Corpus(source, train, validation, train_files, validation_files, digest.hexdigest(), tuple(notes))
 
 
 def sample(
@@ -117,31 +131,49 @@ def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> npt.ND
     return pairs
 
 
-def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
-    """Read files as they are, and search folders; every file once."""
-    files: dict[Path, TextFile] = {}
-    notes: list[str] = []
-    for path in paths:
-        if path.is_dir():
-            found, skipped = _read_folder(path)
-            notes += skipped
-            if not found:
-                raise ConfigError(f"no text in the folder {path}: it has no readable, non-empty text file")
-        else:
-            try:
-                found = [TextFile(path, path.read_bytes())]
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot read {path}: {error.strerror or error}: check path and permissions"
-                ) from error
-            if not found[0].content:
-                raise ConfigError(f"{path} is empty: pass a file or folder with text")
-        files.update({file.path.resolve(): file for file in found})
-    return list(files.values()), notes
+def whole_windows(validation: Bytes, limit: int, sequence: int) -> Bytes:
+    """Return the first `limit` of the held-out bytes, cut to whole windows, at least one, and the byte before them.
+
+    Every byte but the first is predicted exactly once, from those before it in its window.
+    """
+    count = max(1, min(limit, len(validation) - 1) // sequence)
+    return validation[: count * sequence + 1]
 
 
-def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str]]:
-    """Read all text files under `root` in sorted order; return a note on those that cannot be read."""
+def baselines(train: Bytes, held_out: Bytes) -> dict[str, float]:
+    """Return the bits per byte of `held_out` for simple compressors, by name.
+
+    Args:
+        train: uint8 of any length; order-0 coding is an ideal entropy coder with the frequencies of these bytes, one
+            added to every count.
+        held_out: uint8, at least one byte; zlib compresses them as one stream, headers included.
+    """
+    counts = np.bincount(train, minlength=256) + 1
+    order0 = -np.log2(counts / counts.sum())
+    return {
+        "order-0 entropy coding": float(order0[held_out].mean()),
+        "zlib level 9": 8 * len(zlib.compress(held_out.tobytes(), 9)) / len(held_out),
+    }
+
+
+def _read_path(path: Path, notes: list[str]) -> list[TextFile]:
+    """Read a file as it is, or search a folder."""
+    if path.is_dir():
+        found = _read_folder(path, notes)
+        if not found:
+            raise ConfigError(f"no text in the folder {path}: it has no readable, non-empty text file")
+        return found
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}: check path and permissions") from error
+    if not content:
+        raise ConfigError(f"{path} is empty: pass a file or folder with text")
+    return [TextFile(path, content)]
+
+
+def _read_folder(root: Path, notes: list[str], suffix: str = "") -> list[TextFile]:
+    """Read all text files under `root` in sorted order; note those that cannot be read."""
     files: list[TextFile] = []
     unreadable: list[Path] = []
     for path in _walk(root, suffix):
@@ -152,8 +184,9 @@ def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str
             continue
         if content and b"\0" not in content[:8192]:
             files.append(TextFile(path, content))
-    notes = [f"skipped unreadable files: {len(unreadable)}; the first is {unreadable[0]}"] if unreadable else []
-    return files, notes
+    if unreadable:
+        notes.append(f"skipped unreadable files: {len(unreadable)}; the first is {unreadable[0]}")
+    return files
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:
@@ -167,49 +200,23 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
                 yield path
 
 
-def _split(source: str, files: list[TextFile], notes: list[str], *, seed: int, least: int) -> Corpus:
-    """Hold out whole files, or the tail of the largest file if no choice of whole files is sensible.
-
-    Before they are shuffled, files are sorted by a digest of their content, so that the split depends on the
-    text and the seed, not on where it lies. Of files with equal content one is kept: none may be on both
-    sides.
-    """
-    distinct = {hashlib.sha256(file.content).digest(): file for file in reversed(files)}
-    ordered = [distinct[digest] for digest in sorted(distinct)]
-    ordered = [ordered[i] for i in np.random.default_rng(seed).permutation(len(ordered))]
-    held = _choose(ordered, least)
-    notes = list(notes)
+def _split(files: list[TextFile], least: int, notes: list[str]) -> tuple[list[TextFile], list[TextFile]]:
+    """Hold out whole files, or the tail of the largest file if no choice of whole files is sensible."""
+    held = _choose([len(file.content) for file in files], least)
     if held:
-        train = [file for i, file in enumerate(ordered) if i not in held]
-        validation = [ordered[i] for i in held]
-    else:
-        largest = max(ordered, key=lambda file: len(file.content))
-        cut = len(largest.content) - max(least, len(largest.content) // 10)
-        train = [TextFile(f.path, f.content[:cut]) if f is largest else f for f in ordered]
-        validation = [TextFile(largest.path, largest.content[cut:])]
-        notes.append(
-            f"too few files to hold out whole ones: the last {len(largest.content) - cut} bytes of "
-            f"{largest.path.name} are held out"
-        )
-    digest = hashlib.sha256()
-    for part in (train, validation):
-        for file in part:
-            digest.update(len(file.content).to_bytes(8, "little") + file.content)
-        digest.update(b"|")
-    return Corpus(
-        source=source,
-        train=_join(train),
-        validation=_join(validation),
-        train_files=tuple(file.path for file in train),
-        validation_files=tuple(file.path for file in validation),
-        sha256=digest.hexdigest(),
-        notes=tuple(notes),
+        return [file for i, file in enumerate(files) if i not in held], [files[i] for i in held]
+    largest = max(files, key=lambda file: len(file.content))
+    cut = len(largest.content) - max(least, len(largest.content) // 10)
+    notes.append(
+        f"too few files to hold out whole ones: the last {len(largest.content) - cut} bytes of "
+        f"{largest.path.name} are held out"
     )
+    train = [TextFile(file.path, file.content[:cut]) if file is largest else file for file in files]
+    return train, [TextFile(largest.path, largest.content[cut:])]
 
 
-def _choose(files: list[TextFile], least: int) -> list[int]:
+def _choose(sizes: list[int], least: int) -> list[int]:
     """Return the indices of the files to hold out; empty if no whole files fit."""
-    sizes = [len(file.content) for file in files]
     total, held, size = sum(sizes), list[int](), 0
     for index, extra in enumerate(sizes):
         if size >= max(least, HELD_OUT * total):
@@ -222,7 +229,3 @@ def _choose(files: list[TextFile], least: int) -> list[int]:
     # A handful of files: one whole file of up to a third of the text is still better than a torn one.
     fitting = [index for index, extra in enumerate(sizes) if extra >= least and extra <= total / 3]
     return [min(fitting, key=lambda index: sizes[index])] if fitting else []
-
-
-def _join(files: list[TextFile]) -> Bytes:
-    return np.frombuffer(b"".join(file.content for file in files), dtype=np.uint8)

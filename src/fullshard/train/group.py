@@ -61,11 +61,6 @@ class Group:
         dist.init_process_group(dist.get_default_backend_for_device(kind), device_id=None if kind == "cpu" else own)
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
-    @property
-    def is_rank0(self) -> bool:
-        """True on rank 0, which prints and writes files."""
-        return self.rank == 0
-
     def gather(self, value: T) -> list[T]:
         """Return every rank's small picklable `value`, in rank order, on every rank."""
         return list(agreement.gather(value, None).values())

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fullshard.train.run_folder import METRICS, TENSORBOARD, replace_text
 
 PLAIN_LINES = 10  # lines of a whole run where there is no terminal
-SHOWN_IN_TENSORBOARD = ("bits_per_byte", "lr", "grad_norm", "tokens_per_s")
+SHOWN_IN_TENSORBOARD = {"bits_per_byte", "lr", "grad_norm", "tokens_per_s"}
 Record = dict[str, Any]
 
 
@@ -37,11 +36,8 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def copy_metrics(source: Path, target: Path, step: int, steps: int) -> str:
+def copy_metrics(source: Path, target: Path, step: int, steps: int) -> None:
     """Write the records of a run up to optimizer step `step`, where it resumes, atomically.
-
-    Returns:
-        A warning if there are none of some steps; empty if there are all.
 
     Args:
         source: a `metrics.jsonl`; it need not exist.
@@ -52,13 +48,6 @@ def copy_metrics(source: Path, target: Path, step: int, steps: int) -> str:
     kept = [record for record in read_metrics(source) if record["step"] <= step]
     kept = [record for record in kept if record["kind"] != "final_validation" or record["step"] < steps]
     replace_text(target, "".join(json.dumps(record) + "\n" for record in kept))
-    missing = set(range(1, step + 1)) - {record["step"] for record in kept if record["kind"] == "train"}
-    if not missing:
-        return ""
-    return (
-        f"{source} lacks {len(missing)} of the {step} steps before this resume: metrics are complete from step "
-        f"{max(missing) + 1} on"
-    )
 
 
 class PipeConsole(Console):
@@ -76,14 +65,10 @@ class PipeConsole(Console):
 class RunLog:
     """Appends records to files and shows them: a progress bar on a terminal, occasional lines elsewhere.
 
-    Silent on ranks that do not lead: nothing is written and nothing shown.
+    Silent on other ranks than rank 0: nothing is written and nothing shown.
     """
 
     console: PipeConsole
-    _steps: int
-    _file: TextIO | None
-    _tensorboard: Any
-    _bar: Progress | None
 
     def __init__(self, folder: Path, steps: int, done: int, *, is_rank0: bool, tensorboard: bool = False) -> None:
         """Open the files of a run.
@@ -96,8 +81,9 @@ class RunLog:
             tensorboard: write for TensorBoard, too.
         """
         self.console, self._steps = PipeConsole(quiet=not is_rank0), steps
-        self._file = (folder / METRICS).open("a", encoding="utf-8") if is_rank0 else None
-        self._tensorboard = self._bar = None
+        self._file: TextIO | None = (folder / METRICS).open("a", encoding="utf-8") if is_rank0 else None
+        self._tensorboard: Any = None
+        self._bar: Progress | None = None
         if is_rank0 and tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # not installed with fullshard
 
@@ -114,14 +100,18 @@ class RunLog:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tensorboard:
-            for name in SHOWN_IN_TENSORBOARD:
-                if name in record:
-                    self._tensorboard.add_scalar(f"{record['kind']}/{name}", record[name], record["step"])
-        if record["kind"] == "train":
-            self._show_step(record)
-        else:
+            for name in SHOWN_IN_TENSORBOARD & record.keys():
+                self._tensorboard.add_scalar(f"{record['kind']}/{name}", record[name], record["step"])
+        step, steps = record["step"], self._steps
+        if record["kind"] != "train":
             kind, on = record["kind"].replace("_", " "), f"on {record['bytes']:,} held-out bytes"
-            self.say(f"step {record['step']}: {kind} {record['bits_per_byte']:.3f} bits/byte {on}")
+            self.say(f"step {step}: {kind} {record['bits_per_byte']:.3f} bits/byte {on}")
+            return
+        text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+        elif step % max(1, steps // PLAIN_LINES) == 0 or step in (1, steps):
+            self.say(f"step {step}/{steps}  {text}, {(steps - step) * record['elapsed_s'] / step:.0f} s left")
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -134,22 +124,12 @@ class RunLog:
         if self._tensorboard:
             self._tensorboard.flush()
 
-    def _show_step(self, record: Record) -> None:
-        step, left = record["step"], (self._steps - record["step"]) * record["elapsed_s"] / record["step"]
-        text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        elif step % max(1, self._steps // PLAIN_LINES) == 0 or step in (1, self._steps):
-            self.say(f"step {step}/{self._steps}  {text}, {left:.0f} s left")
-
     def __enter__(self) -> RunLog:
         if self._bar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
         for file in (self._file, self._tensorboard):

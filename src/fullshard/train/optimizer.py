@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from fullshard.optim import Muon
-from fullshard.train.config import TrainingConfig
+from fullshard.train.config import TrainConfig
 from fullshard.train.model import GPT
 
 BETAS, EPS = (0.8, 0.95), 1e-10  # rows of rare n-grams have small gradients
@@ -18,12 +18,7 @@ PEAK, METHOD = "peak_lr", "method"  # options of parameter groups: the largest l
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimizers as one that is stepped, saved and loaded: each steps the groups whose `METHOD` names it.
-
-    Args:
-        groups: parameter groups.
-        weight_decay: default of groups.
-    """
+    """Two optimizers as one that is stepped, saved and loaded: each steps the groups whose `METHOD` names it."""
 
     parts: dict[str, Optimizer]
 
@@ -43,14 +38,13 @@ class MuonAndAdamW(Optimizer):
             part.step()
 
 
-def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
-    """Return the optimizer of a sharded model. Only matrices of blocks decay."""
-    blocks = list(model.blocks.parameters())
-    head, other = [model.head.weight], list(model.embedding.parameters())
+def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
+    """Return the optimizer of a sharded model. Only matrices of blocks decay. The last group has the rate `lr`."""
+    head, embedding = [model.head.weight], list(model.embedding.parameters())
     groups: list[dict[str, Any]] = [
-        {"params": blocks, PEAK: config.muon_lr, METHOD: "muon"},
+        {"params": list(model.blocks.parameters()), PEAK: config.muon_lr, METHOD: "muon"},
         {"params": head, PEAK: HEAD * config.lr, METHOD: "adamw", "weight_decay": 0.0},
-        {"params": other, PEAK: config.lr, METHOD: "adamw", "weight_decay": 0.0},
+        {"params": embedding, PEAK: config.lr, METHOD: "adamw", "weight_decay": 0.0},
     ]
     if config.optimizer == "muon":
         return MuonAndAdamW(groups, config.weight_decay)
@@ -58,23 +52,12 @@ def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
     return AdamW(groups, betas=BETAS, eps=EPS, weight_decay=config.weight_decay, fused=True)
 
 
-def set_learning_rates(optimizer: Optimizer, step: int, config: TrainingConfig) -> None:
-    """Set the learning rate of every group for optimizer step `step`."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, config, group[PEAK])
-
-
-def learning_rate(step: int, config: TrainingConfig, peak: float | None = None) -> float:
-    """Return the rate of optimizer step `step` (counted from 1): linear warm-up, the peak, a linear decay to zero.
-
-    Args:
-        step: the step.
-        config: steps and warm-up; the decay takes the share `COOLING` of the steps.
-        peak: the largest rate; None: `config.lr`.
-    """
+def set_learning_rates(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
+    """Set the rates of step `step` (counted from 1): linear warm-up, the peak, a linear decay to zero."""
     rise = step / (config.warmup + 1)
     fall = (config.steps + 1 - step) / max(1.0, COOLING * config.steps)
-    return (config.lr if peak is None else peak) * max(0.0, min(1.0, rise, fall))
+    for group in optimizer.param_groups:
+        group["lr"] = group[PEAK] * max(0.0, min(1.0, rise, fall))
 
 
 def _of(method: str, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

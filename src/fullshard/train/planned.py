@@ -1,4 +1,4 @@
-"""What `fullshard plan` is asked: a model of a user, a Hugging Face config or a run, and how it is trained."""
+"""Answer `fullshard plan`: build a model of a user, of a Hugging Face config or of a run, and plan its training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,69 +26,54 @@ from fullshard.planning.plan import Plan, plan
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.model import GPT
 
-__all__ = ["Question", "answer", "choices_of", "measure", "model_of"]
-
 _Loss = Callable[[Any], Tensor]
 
 
-@dataclass(frozen=True)
-class Question:
-    """What to plan, as options of the command say it.
+def answer(
+    model: str | None,
+    *,
+    ranks: int,
+    cluster: str | Path,
+    rows: int | None,
+    global_rows: int | None,
+    sequence: int | None,
+    memory: float | None,
+    choices: dict[str, Any],
+    search: bool,
+) -> Plan:
+    """Return the plan that options of the command ask for.
 
-    Attributes:
+    Args:
         model: See ``model_of``.
         ranks: Of the job.
         cluster: Name of a preset, or a file.
-        batch: Sequences of a rank in a step.
-        global_batch: Sequences of all ranks in a step, instead.
+        rows: Sequences of a rank in a step.
+        global_rows: Sequences of all ranks in a step, instead.
         sequence: Tokens of a sequence.
         memory: GiB of a device, if not those of the cluster.
         choices: Those that are fixed.
         search: Whether to look for the others.
-    """
-
-    model: str | None
-    ranks: int
-    cluster: str | Path
-    batch: int | None
-    global_batch: int | None
-    sequence: int | None
-    memory: float | None
-    choices: dict[str, Any]
-    search: bool
-
-
-def answer(question: Question) -> Plan:
-    """Return the plan.
-
-    Args:
-        question: What to plan.
 
     Raises:
         FullshardError: If the model or the cluster is not known, or the model cannot be planned.
         ValueError: If sizes do not divide.
     """
-    if question.model is None:
+    if model is None:
         raise FullshardError("plan: expected MODEL, or --calibrate FILE")
-    rows = question.batch
-    if question.global_batch is not None:
+    if global_rows is not None:
         if rows is not None:
             raise ValueError("--batch and --global-batch say the same: pass one of them")
-        if question.global_batch % question.ranks:
-            raise ValueError(
-                f"--global-batch: expected a multiple of {question.ranks} ranks, found {question.global_batch}"
-            )
-        rows = question.global_batch // question.ranks
-    cluster = cluster_of(question.cluster)
-    if question.memory is not None:
-        cluster = dataclasses.replace(cluster, memory=question.memory * 2**30)
-    choices = {"mixed_precision": "none" if cluster.device == "cpu" else "bf16", **question.choices}
+        if global_rows % ranks:
+            raise ValueError(f"--global-batch: expected a multiple of {ranks} ranks, found {global_rows}")
+        rows = global_rows // ranks
+    machine = cluster_of(cluster)
+    if memory is not None:
+        machine = dataclasses.replace(machine, memory=memory * 2**30)
+    choices = {"mixed_precision": "none" if machine.device == "cpu" else "bf16", **choices}
     if choices["mixed_precision"] == "none":
         choices["mixed_precision"] = None
-    model, arguments, loss = model_of(question.model, rows, question.sequence)
-    return plan(
-        model, arguments, ranks=question.ranks, cluster=cluster, loss=loss, choices=choices, search=question.search
-    )
+    built, arguments, loss = model_of(model, rows, sequence)
+    return plan(built, arguments, ranks=ranks, cluster=machine, loss=loss, choices=choices, search=search)
 
 
 def choices_of(texts: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, its checkpoints, its lock, and which checkpoint the run resumes from.
+"""The folder of a run: its files, its checkpoints, its lock, its settings, and which checkpoint the run resumes from.
 
 Nothing here needs torch, so that a wrong `--name` or `--resume` is found at once.
 """
@@ -11,13 +11,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 from fullshard.messages import clipped
-from fullshard.train.config import ConfigError, TrainConfig, option
+from fullshard.train.config import TRAINING, ConfigError, GPTConfig, TrainConfig, options
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -29,104 +28,87 @@ ERROR = "error.txt"
 CHECKPOINTS = "checkpoints"
 INDEX = "fullshard.json"  # of a checkpoint: written last, so that one without it is incomplete
 MOST_BYTES = 255  # of a name on most file systems
-STEP = re.compile(r"step-(\d+)")
+_MODEL = [item.name for item in dataclasses.fields(GPTConfig)]
 LOCK_TIMEOUT = 150.0  # seconds to wait for a lock: orphaned workers have ended before that
 
 
-@dataclass(frozen=True)
-class RunLocation:
-    """Folder of a run, and what it starts from, as given by the user. Its fields are options of the command line."""
+def folder_of(out: Path, name: str) -> Path:
+    """Return the folder of the run `name`.
 
-    PANEL: ClassVar[str] = "Run"
-    out: Path = option(Path("runs"), "Folder for all runs.")
-    name: str | None = option(
-        None, "Name of the run, a folder in --out. An existing run is resumed.", default="next free number"
-    )
-    resume: Path | None = option(
-        None,
-        "Start from this checkpoint, or from the newest checkpoint of this run. If --name is a run that has "
-        "checkpoints, it resumes from those instead.",
-        metavar="FOLDER",
-        default="none",
-    )
+    Raises:
+        ConfigError: no folder in `out` can have this name.
+    """
+    is_one = name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+    if not is_one or len(os.fsencode(name)) > MOST_BYTES:
+        raise ConfigError(
+            f"--name must be the name of one folder in {out}, of at most {MOST_BYTES} bytes, found "
+            f"{clipped(repr(name))}; see --out"
+        )
+    return out.resolve() / name
 
-    def __post_init__(self) -> None:
-        if self.name is None:
-            return
-        is_one = self.name not in ("", ".", "..") and Path(self.name).name == self.name and "\0" not in self.name
-        if not is_one or len(os.fsencode(self.name)) > MOST_BYTES:
-            raise ConfigError(
-                f"--name must be the name of one folder in {self.out}, of at most {MOST_BYTES} bytes, found "
-                f"{clipped(repr(self.name))}; see --out"
-            )
 
-    @property
-    def folder(self) -> Path:
-        """The run's folder; the name must be settled."""
-        assert self.name is not None
-        return self.out.resolve() / self.name
+def make_numbered(out: Path) -> Path:
+    """Make a folder for a run without a name, with the next free number."""
+    out.mkdir(parents=True, exist_ok=True)
+    number = max((int(entry.name) for entry in out.iterdir() if entry.name.isdecimal()), default=0)
+    while True:
+        number += 1
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            (out / f"{number:03d}").mkdir()
+            return out.resolve() / f"{number:03d}"
 
-    def checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from: the run's newest, else that of `resume`; None if there is none.
 
-        Raises:
-            ConfigError: `resume` names no checkpoint.
-        """
-        own = complete_checkpoints(self.folder / CHECKPOINTS) if self.name is not None else []
-        if own or self.resume is None:
-            return own[-1] if own else None
-        return find_checkpoint(self.resume).resolve()
+def settle(
+    folder: Path | None, resume: Path | None, config_file: Path | None, given: Mapping[str, Any]
+) -> tuple[TrainConfig, Path | None]:
+    """Return the settings of a run, and the checkpoint that it resumes from; None if there is none.
 
-    def settings(self) -> TrainConfig | None:
-        """Return the settings of the run to resume, which replace the defaults of options; None if there is none.
+    Settings that are not given are those of the config file, else those of the run that has written the checkpoint.
 
-        Raises:
-            ConfigError: they cannot be read.
-        """
-        checkpoint = self.checkpoint()
-        return TrainConfig.from_toml(run_of(checkpoint) / CONFIG) if checkpoint else None
+    Args:
+        folder: of the run; None if it will be a new one.
+        resume: what to start from if the folder has no checkpoint.
+        config_file: of another run.
+        given: settings by name.
 
-    def check(self, config: TrainConfig) -> None:
-        """Raise if a run with these settings cannot resume here, or would replace the results of another.
+    Raises:
+        ConfigError: a setting is wrong or does not fit the checkpoint, a file cannot be read, `resume` names no
+            checkpoint, or the folder has none, but results that are complete or of other settings.
+    """
+    own = complete_checkpoints(folder / CHECKPOINTS) if folder else []
+    checkpoint = own[-1] if own else find_checkpoint(resume).resolve() if resume else None
+    before = TrainConfig.from_toml(checkpoint.parent.parent / CONFIG) if checkpoint else None
+    base = TrainConfig.from_toml(config_file) if config_file else before or TrainConfig()
+    config = dataclasses.replace(base, **given)
+    wrong = _changes(before, config, [*_MODEL, "optimizer", "seed"]) if before else ""
+    if wrong:
+        raise ConfigError(
+            f"{checkpoint} was trained with {wrong}: leave these options out to resume, or choose another --name for "
+            f"a new run. Another model or optimizer has other state, and another seed holds out other files, so that "
+            f"validation would use bytes that the model was trained on"
+        )
+    if folder and not own:
+        _check_unused(folder, config)
+    return config, checkpoint
 
-        Raises:
-            ConfigError: it does not fit the checkpoint; or the run's folder has none, but results that are complete or
-                of other settings.
-        """
-        before = self.settings()
-        if before is not None:
-            check_resumable(before, config, self.checkpoint())
-        if self.name is None or complete_checkpoints(self.folder / CHECKPOINTS):
-            return
-        metrics, wrong = self.folder / METRICS, ""
-        if metrics.exists() and metrics.stat().st_size > 0:
-            was, now = (
-                {"data": each.data, "seed": each.seed, **vars(each.model), **vars(each.training)}
-                for each in (TrainConfig.from_toml(self.folder / CONFIG), config)
-            )
-            wrong = "".join(f" of {name} {was[name]}, not {now[name]}," for name in was if was[name] != now[name])
-        if wrong or (self.folder / SUMMARY).exists():
-            raise ConfigError(
-                f"{self.folder} already has results{wrong or ','} but no checkpoint to resume from: choose another "
-                f"--name"
-            )
 
-    def claim(self) -> RunLocation:
-        """Create the run's folder and return its location, with its name settled.
+def _check_unused(folder: Path, config: TrainConfig) -> None:
+    """Raise if a run without checkpoints would replace results here that are complete, or of other settings."""
+    metrics, wrong = folder / METRICS, ""
+    if metrics.exists() and metrics.stat().st_size > 0:
+        names = [name for name, each in options().items() if each.panel == TRAINING]
+        wrong = _changes(TrainConfig.from_toml(folder / CONFIG), config, ["data", *_MODEL, *names])
+    if wrong or (folder / SUMMARY).exists():
+        wrong = f" of {wrong}" if wrong else ""
+        raise ConfigError(
+            f"{folder} already has results{wrong}, but no checkpoint to resume from: choose another --name"
+        )
 
-        Raises:
-            OSError: the folder cannot be made.
-        """
-        self.out.mkdir(parents=True, exist_ok=True)
-        if self.name is not None:
-            self.folder.mkdir(exist_ok=True)
-            return self
-        number = max((int(entry.name) for entry in self.out.iterdir() if entry.name.isdecimal()), default=0)
-        while True:
-            number += 1
-            with contextlib.suppress(FileExistsError):  # another run was faster
-                (self.out / f"{number:03d}").mkdir()
-                return dataclasses.replace(self, name=f"{number:03d}")
+
+def _changes(before: TrainConfig, config: TrainConfig, names: Sequence[str]) -> str:
+    """Return the settings that differ as text; empty if none does."""
+    values = [(name.replace("_", "-"), getattr(before, name), getattr(config, name)) for name in names]
+    return ", ".join(f"--{name} {was}, not {now}" for name, was, now in values if was != now)
 
 
 def lock(folder: Path, say: Callable[[str], None]) -> None:
@@ -168,11 +150,6 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint after optimizer step `step` in a folder of checkpoints."""
-    return folder / f"step-{step:08d}"
-
-
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, the oldest first; none if there is no such folder."""
     return [path for path in _all_checkpoints(folder) if (path / INDEX).is_file()]
@@ -192,11 +169,6 @@ def remove_incomplete(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def run_of(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to."""
-    return checkpoint.parent.parent
-
-
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that a user names: a checkpoint itself, or the newest complete one of a run.
 
@@ -214,31 +186,6 @@ def find_checkpoint(folder: Path) -> Path:
     return found[-1]
 
 
-def check_resumable(before: TrainConfig, config: TrainConfig, checkpoint: Path | None) -> None:
-    """Raise if a run with the settings `before`, which has saved the checkpoint, cannot resume with `config`.
-
-    Raises:
-        ConfigError: the model has another size, or optimizer or seed differ.
-    """
-    was, now = dataclasses.asdict(before.model), dataclasses.asdict(config.model)
-    wrong = [f"--{name} {was[name]}, not {now[name]}" for name in was if was[name] != now[name]]
-    if wrong:
-        raise ConfigError(
-            f"{checkpoint} has a model of {', '.join(wrong)}: leave these options out to resume, or choose another "
-            f"--name for a new run"
-        )
-    if before.training.optimizer != config.training.optimizer:
-        raise ConfigError(
-            f"{checkpoint} was trained with --optimizer {before.training.optimizer}, not {config.training.optimizer}, "
-            f"whose state it does not have: leave out --optimizer to resume"
-        )
-    if before.seed != config.seed:
-        raise ConfigError(
-            f"{checkpoint} was trained with --seed {before.seed}, not {config.seed}: another seed holds out other "
-            f"files, so that validation would use bytes that the model was trained on. Leave out --seed to resume"
-        )
-
-
 def _all_checkpoints(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

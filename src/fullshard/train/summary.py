@@ -1,11 +1,12 @@
-"""Summary of a run at its end: losses beside baselines, bytes of training state on each rank, generated text."""
+"""Results of a run at its end: losses beside baselines, bytes of training state, generated text, and the loss plot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.panel import Panel
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 SHOWN_RANKS = 4  # with more ranks, only the smallest and the largest are shown
+SMOOTHED_SHARE = 1 / 40  # of all steps, which the smoothed training loss averages over
 LOSS_NOTE = (
     "All three are computed on the same bytes. The model predicts each byte from at most {sequence} bytes before it "
     "and was trained on other files; its own size is not counted. Order-0 uses the byte frequencies of the training "
@@ -26,60 +28,29 @@ MEMORY_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of training state."""
+def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of training state that this rank holds, and those of one unsharded copy.
 
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all three."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) -> Footprint:
-        """Count bytes after a step and before gradients are cleared; a missing gradient counts as its parameter.
-
-        Args:
-            model: the sharded model.
-            optimizer: its optimizer.
-            local: count the tensors that this rank holds; otherwise the full size of what they are shards of.
-        """
-
-        def count(tensors: Iterable[Tensor]) -> int:
-            held = (t.to_local() if local and isinstance(t, DTensor) else t for t in tensors)
-            return sum(t.numel() * t.element_size() for t in held)
-
-        parameters = list(model.parameters())
-        state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
-        return cls(count(parameters), count(p if p.grad is None else p.grad for p in parameters), count(state))
+    Call it after a step and before gradients are cleared; a missing gradient counts as its parameter.
+    """
+    parameters = list(model.parameters())
+    state: dict[str, list[Tensor]] = {
+        "parameters": [*parameters],
+        "gradients": [p if p.grad is None else p.grad for p in parameters],
+        "optimizer": [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)],
+    }
+    local = {
+        name: sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+        for name, tensors in state.items()
+    }
+    return local, {name: sum(t.nbytes for t in tensors) for name, tensors in state.items()}
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Results of a run, as `summary.json` holds them; sizes in bytes."""
-
-    parameters: int
-    steps: int  # optimizer steps done
-    bits_per_byte: float | None  # of the last validation; None if the run was stopped before it
-    baselines: Mapping[str, float]  # bits per byte of each yardstick on the same bytes
-    held_out_bytes: int  # that both were measured on
-    bytes_per_rank: Sequence[Footprint]  # in rank order
-    bytes_unsharded: Footprint  # of one unsharded copy
-    prompt: str
-    sample: str  # what was generated after it; empty if nothing was
-    seconds: float  # in the training loop, validations included, over all parts of a resumed run
-    comm_quantization: Mapping[str, int] | None = None  # bytes that rank 0 received; None if nothing is quantized
-
-
-def show(summary: Summary, sequence: int, folder: Path, console: Console) -> None:
+def show(summary: Mapping[str, Any], sequence: int, folder: Path, console: Console) -> None:
     """Print the results as tables, then the generated text and the location of the files.
 
     Args:
-        summary: the results.
+        summary: the content of `summary.json`.
         sequence: most bytes that the model predicts the next one from.
         folder: of the run.
         console: to print to.
@@ -88,34 +59,23 @@ def show(summary: Summary, sequence: int, folder: Path, console: Console) -> Non
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=not style)
 
-    if summary.bits_per_byte is None:
+    if summary["bits_per_byte"] is None:
         say("stopped before the final validation: no loss to compare with the baselines")
     else:
-        console.print(_loss_table(summary, summary.bits_per_byte))
-        for line in verdicts(summary.bits_per_byte, summary.baselines):
-            say(line)
+        rows = {f"this model ({summary['parameters']:,} parameters)": [summary["bits_per_byte"]]}
+        rows |= {name: [value] for name, value in summary["baselines"].items()}
+        title = f"validation on {summary['held_out_bytes']:,} held-out bytes"
+        console.print(_table(title, ["predictor", "bits per byte"], rows, digits=3, bold=0))
         say(LOSS_NOTE.format(sequence=sequence), "dim")
-    console.print(_memory_table(summary))
+    console.print(_memory_table(summary["bytes_per_rank"], summary["bytes_unsharded"]))
     say(MEMORY_NOTE, "dim")
-    if summary.comm_quantization:
-        received, full = (f"{count / 2**20:.1f}" for count in summary.comm_quantization.values())
+    if summary["comm_quantization"]:
+        received, full = (f"{count / 2**20:.1f}" for count in summary["comm_quantization"].values())
         say(f"quantized communication: rank 0 received {received} MiB instead of {full}")
-    if summary.sample:
-        text = Text.assemble((escape(summary.prompt), "bold"), escape(summary.sample))
+    if summary["sample"]:
+        text = Text.assemble((escape(summary["prompt"]), "bold"), escape(summary["sample"]))
         console.print(Panel(text, title="generated after the prompt", title_align="left"))
-    say(f"{summary.seconds:.0f} s in the training loop; results in {folder}")
-
-
-def verdicts(bits_per_byte: float, baselines: Mapping[str, float]) -> list[str]:
-    """Return one sentence per baseline: by how much the model is better or worse."""
-    sentences = []
-    for name, value in baselines.items():
-        gap = round(bits_per_byte - value, 3)
-        relation = "worse than" if gap > 0 else "better than"
-        sentences.append(
-            f"the model is {abs(gap):.3f} bits per byte {relation} {name}" if gap else f"the model equals {name}"
-        )
-    return sentences
+    say(f"{summary['seconds']:.0f} s in the training loop; results in {folder}")
 
 
 def as_text(sample: bytes) -> str:
@@ -128,28 +88,72 @@ def escape(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _loss_table(summary: Summary, bits_per_byte: float) -> Table:
-    table = Table(title=f"validation on {summary.held_out_bytes:,} held-out bytes", title_justify="left")
-    table.add_column("predictor")
-    table.add_column("bits per byte", justify="right")
-    table.add_row(f"this model ({summary.parameters:,} parameters)", f"{bits_per_byte:.3f}", style="bold")
-    for name, value in summary.baselines.items():
-        table.add_row(name, f"{value:.3f}")
-    return table
-
-
-def _memory_table(summary: Summary) -> Table:
-    columns = {f"rank {rank}": local for rank, local in enumerate(summary.bytes_per_rank)}
+def _memory_table(ranks: Sequence[Mapping[str, int]], unsharded: Mapping[str, int]) -> Table:
+    columns = {f"rank {rank}": local for rank, local in enumerate(ranks)}
     if len(columns) > SHOWN_RANKS:
-        ordered = sorted(summary.bytes_per_rank, key=lambda local: local.total)
+        ordered = sorted(ranks, key=lambda local: sum(local.values()))
         columns = {"smallest rank": ordered[0], "largest rank": ordered[-1]}
-    columns["one unsharded copy"] = summary.bytes_unsharded
-    table = Table(title="training state in MiB", title_justify="left")
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in ("parameters", "gradients", "optimizer", "total"):
-        sizes = [f"{getattr(footprint, row) / 2**20:.2f}" for footprint in columns.values()]
-        label = "optimizer state" if row == "optimizer" else row
-        table.add_row(label, *sizes, style="bold" if row == "total" else None)
+    columns["one unsharded copy"] = unsharded
+    labels = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+    rows = {label: [sizes[name] / 2**20 for sizes in columns.values()] for name, label in labels.items()}
+    rows["total"] = [sum(sizes.values()) / 2**20 for sizes in columns.values()]
+    return _table("training state in MiB", ["", *columns], rows, digits=2, bold=3)
+
+
+def _table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]], digits: int, bold: int) -> Table:
+    """Return a table of numbers, with one row in bold."""
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    for number, (label, values) in enumerate(rows.items()):
+        table.add_row(label, *(f"{value:.{digits}f}" for value in values), style="bold" if number == bold else None)
     return table
+
+
+def plot_losses(path: Path, records: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> None:
+    """Draw the losses of a run in bits per byte.
+
+    Args:
+        path: PNG file to write.
+        records: the records of `metrics.jsonl`; nothing is written if there is no training record.
+        baselines: bits per byte of each yardstick by name.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    train, between, final = (
+        [record for record in records if record["kind"] == kind] for kind in ("train", "validation", "final_validation")
+    )
+    if not train:
+        return
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    losses = np.array([record["bits_per_byte"] for record in train])
+    window = np.ones(max(1, int(SMOOTHED_SHARE * len(losses))))
+    smoothed = np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")
+
+    def draw(kind: Sequence[Mapping[str, Any]], values: Any, label: str, **style: Any) -> None:
+        axes.plot([record["step"] for record in kind], values, label=label, **style)
+
+    draw(train, losses, "training, each step", color="tab:blue", alpha=0.25, linewidth=0.8)
+    draw(train, smoothed, "training, smoothed", color="tab:blue", linewidth=1.6)
+    for last in between[-1:]:
+        values, label = [record["bits_per_byte"] for record in between], f"validation, {last['bytes']:,} held-out bytes"
+        draw(between, values, label, color="tab:red", marker="o", markersize=4, linewidth=1.2)
+    for last in final[-1:]:
+        loss, label = last["bits_per_byte"], f"final validation, {last['bytes']:,} held-out bytes: "
+        style = {"color": "tab:green", "marker": "*", "markersize": 13, "linestyle": "", "clip_on": False}
+        draw([last], [loss], f"{label}{loss:.2f}", **style)
+    for (name, value), line in zip(baselines.items(), ("--", ":", "-."), strict=False):
+        axes.axhline(value, color="0.35", linestyle=line, linewidth=1, label=f"{name}: {value:.2f}")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (bits per byte)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(0, max(train[-1]["step"], 2))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
