@@ -13,6 +13,7 @@ line or be broken over two.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ import pytest
 from source_files import PACKAGE, Source, package_sources
 
 MAX_FUNCTION_LINES = 60
+MAX_METHODS = 40
+# Statements of each folder and file of the package, docstrings included. Statements, because lines flatter dense code.
+STATEMENTS = Path(__file__).resolve().parent / "statements.json"
 
 # file -> why it may name CUDA. All else takes devices as torch.accelerator, or the mesh, says.
 CUDA_ALLOWED = {
@@ -85,6 +89,13 @@ def function_lines(node: Function) -> int:
     return lines
 
 
+def check_methods(source: Source) -> Iterator[str]:
+    for each in classes(source):
+        methods = sum(isinstance(node, Function) for node in each.node.body)
+        if methods > MAX_METHODS:
+            yield f"{_at(source, each)} {methods} methods, at most {MAX_METHODS}"
+
+
 def check_devices(source: Source) -> Iterator[str]:
     if source.path not in CUDA_ALLOWED:
         for number, line in enumerate(source.text.splitlines(), start=1):
@@ -121,6 +132,7 @@ CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
     "file name": check_file_name,
     "function length": check_function_length,
     "devices": check_devices,
+    "methods": check_methods,
 }
 
 
@@ -129,6 +141,31 @@ def test_package_keeps_its_shape(name: str) -> None:
     """Every file of the package keeps within the budget."""
     wrong = [message for source in package_sources() for message in CHECKS[name](source)]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def count_statements(sources: list[Source]) -> dict[str, int]:
+    """Statements by folder, or file, directly in the package; and of all."""
+    counts: dict[str, int] = {"all": 0}
+    for source in sources:
+        number = sum(isinstance(node, ast.stmt) for node in source.nodes)
+        part = source.path.partition("/")[0]
+        counts[part] = counts.get(part, 0) + number
+        counts["all"] += number
+    return counts
+
+
+def test_statements_do_not_grow() -> None:
+    """No part of the package has more statements than are stored: a commit that raises a number argues for it.
+
+    ``python tests/test_code_shape.py`` stores today's.
+    """
+    stored, counts = json.loads(STATEMENTS.read_text()), count_statements(package_sources())
+    more = {part: f"{number}, stored {stored.get(part, 0)}" for part, number in counts.items()}
+    assert not {part: more[part] for part, number in counts.items() if number > stored.get(part, 0)}
+    counted = count_statements(
+        [Source("a/b.py", 'def f():\n    """D."""\n    if x:\n        y = 1'), Source("c.py", "z")]
+    )
+    assert count_statements(sources) == {"all": 5, "a": 4, "c.py": 1}
 
 
 def check_class_names(sources: list[Source]) -> Iterator[str]:
@@ -184,6 +221,12 @@ EXAMPLES = [
         "class A:\n  def f(\n    self):\n" + _many("    x = {}", 61),
         "class A:\n  @decorated\n  def f(self):\n" + _many("    x = {}", 60),
     ),
+    (
+        "methods",
+        "A: 41 methods",
+        "class A:\n" + _many("    def f{}(self): ...", 41),
+        "class A:\n" + _many("    def f{}(self): ...", 40) + "\n    x = 1",
+    ),
     ("file name", "name a file after", Source("engine/utils.py", ""), Source("engine/unit.py", "")),
     ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),
     ("devices", "a.py:1: names CUDA", "torch.cuda.synchronize()", "torch.accelerator.synchronize()"),
@@ -231,3 +274,7 @@ def test_notes_are_resolved_over_files(second_file: str, message: str) -> None:
     found = list(check_notes([Source("a.py", first), Source("b.py", second_file)]))
     assert len(found) == bool(message)
     assert message in "".join(found)
+
+
+if __name__ == "__main__":
+    STATEMENTS.write_text(json.dumps(count_statements(package_sources()), indent=1, sort_keys=True) + "\n")
