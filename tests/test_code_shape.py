@@ -162,9 +162,7 @@ def test_statements_do_not_grow() -> None:
     stored, counts = json.loads(STATEMENTS.read_text()), count_statements(package_sources())
     more = {part: f"{number}, stored {stored.get(part, 0)}" for part, number in counts.items()}
     assert not {part: more[part] for part, number in counts.items() if number > stored.get(part, 0)}
-    counted = count_statements(
-        [Source("a/b.py", 'def f():\n    """D."""\n    if x:\n        y = 1'), Source("c.py", "z")]
-    )
+    sources = [Source("a/b.py", 'def f():\n    """D."""\n    if x:\n        y = 1'), Source("c.py", "z")]
     assert count_statements(sources) == {"all": 5, "a": 4, "c.py": 1}
 
 
