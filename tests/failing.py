@@ -58,7 +58,7 @@ class OutOfMemoryAt(TorchDispatchMode):
             self._pass()
         return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> MemoryRunsOut:
+    def __enter__(self) -> OutOfMemoryAt:
         resize, issue = torch.UntypedStorage.resize_, base.issue_all
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
