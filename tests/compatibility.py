@@ -2,7 +2,7 @@
 
 Each combination gets a virtual environment with torch, this checkout (as a wheel) and pytest. The outcomes are added to
 ``tests/compatibility.json``, and their table is written into ``docs/get_started/installation.md``. ``--python`` and
-``--torch`` choose versions; ``--only 3.10:2.12.1 3.14:2.15.0`` names combinations. uv makes the environments if it is
+``--torch`` choose versions; ``--only 3.10:2.12.1 3.13:2.15.0`` names combinations. uv makes the environments if it is
 installed, else ``pythonX.Y -m venv`` and pip. On Linux, torch from PyPI is a build for CUDA with several GB of
 libraries, which runs on CPUs as well; ``--install "--torch-backend cpu"`` makes uv take the builds for CPUs.
 """
