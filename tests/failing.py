@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ class OutOfMemoryAt(TorchDispatchMode):
             self._pass()
         return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> OutOfMemoryAt:
         resize, issue = torch.UntypedStorage.resize_, base.issue_all
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
