@@ -34,11 +34,10 @@ from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.ranks.agreement import raised_on_all
 from fullshard.ranks.groups import data_parallel_groups
-from fullshard.wrap import Policy, PolicyFunction, WrapPlan
+from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper.auto_wrap import plan_wrappers
 from fullshard.wrapper.initialization import Initializer, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
-from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
 from fullshard.wrapper.summon import WrapperSummon
@@ -87,7 +86,8 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If arguments contradict each other or the module. The module is then unchanged.
+        ValueError: If arguments, or what the policy chooses, contradict each other or the module. Nothing is wrapped
+            then.
 
     Example:
         ```python
@@ -157,38 +157,19 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         ignored = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
         check_parameters(API, Subtree.of([module]), ignored[1])
+        initializer = Initializer(module, *ignored)
         # What initializes modules is the user's, and may leave garbage as large as the model.
         with contextlib.nullcontext() if auto_wrap_policy is None or param_init_fn is not None else collection_paused():
-            self._wrap(module, auto_wrap_policy, arguments, options, *ignored)
+            if auto_wrap_policy is not None:
+                plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, *ignored, options)
 
-    def _wrap(
-        self,
-        module: nn.Module,
-        auto_wrap_policy: Policy | PolicyFunction | None,
-        arguments: dict[str, Any],
-        options: WrapperOptions,
-        modules: set[nn.Module],
-        parameters: set[nn.Parameter],
-    ) -> None:
-        """Wrap the modules that the policy selects inside of ``module``, and make this the wrapper of ``module``."""
-        plan: WrapPlan | None = None
-        chosen: dict[nn.Module, WrapperOptions] = {}
-        if auto_wrap_policy is not None:
-            plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
-        initializer = Initializer(module, modules, parameters)
+                def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
+                    child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                    nn.Module.__init__(child)
+                    child._set_up(inner, chosen[inner], initializer, left_out)
+                    return child
 
-        with rollback_on_failure(module) as made:
-
-            def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
-                child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-                nn.Module.__init__(child)
-                made.append(child)
-                child._set_up(inner, chosen[inner], initializer, left_out)
-                return child
-
-            if plan is not None:
                 plan.apply(wrap)
-            made.append(self)
             self._set_up(module, options, initializer, frozenset())
 
     def _set_up(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.ownership import all_modules, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
@@ -24,6 +24,7 @@ from fullshard.frontend.arguments import (
     default_mesh,
     device_type_of,
     mesh_once,
+    shard_mesh_for,
     warn_if_unpinned,
 )
 from fullshard.memory import allows_cpu_gradients
@@ -191,9 +192,7 @@ def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, d
     ndim, described = (2, "2-D device_mesh (replicate, shard)") if strategy.hybrid else (1, "1-D device_mesh")
     if mesh.ndim != ndim:
         raise ValueError(f"{API}: {strategy.name} requires a {described}, found {mesh.ndim} dimensions in {mesh}")
-    if strategy.hybrid:
-        return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
-    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
+    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh_for(API, mesh, None)
 
 
 def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
