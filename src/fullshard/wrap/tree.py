@@ -195,16 +195,17 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def check_all(argument: str, values: Iterable[_T], expected: type[_T]) -> list[_T]:
+def check_all(argument: str, values: Iterable[_T], *expected: type) -> list[_T]:
     """Return ``values`` as a list.
 
     Raises:
-        TypeError: If it is no iterable, or contains something that is not ``expected``.
+        TypeError: If it is no iterable, or contains something of none of the ``expected`` types.
     """
+    names = " or ".join(kind.__name__ for kind in expected)
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
-        raise TypeError(f"{argument}: expected an iterable of {expected.__name__}, found a {type(values).__name__}")
+        raise TypeError(f"{argument}: expected an iterable of {names}, found a {type(values).__name__}")
     found = list(values)
     for value in found:
         if not isinstance(value, expected):
-            raise TypeError(f"{argument}: expected {expected.__name__}, found a {type(value).__name__}: {value!r:.100}")
+            raise TypeError(f"{argument}: expected {names}, found a {type(value).__name__}: {value!r:.100}")
     return found

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
-from fullshard.engine.runtime import runtime_of
+from fullshard.engine.runtime import Runtime, runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
@@ -219,39 +219,33 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         Returns:
             The output of the wrapped module.
         """
-        if computes_on_copies(unit_at(self)):
+        unit = unit_at(self)
+        if computes_on_copies(unit):
             return self._fsdp_wrapped_module(*args, **kwargs)
         outside = outside_graph if torch.compiler.is_compiling() else _identity
         dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
-        args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
+        runtime = outside(runtime_of)(unit)
+        args, kwargs = outside(FullyShardedDataParallel._cast_inputs)(self, args, kwargs)
+        args, kwargs = outside(Runtime.pre_forward)(runtime, unit, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
             if dtype is not None:
                 output = cast_tensors(dtype, output)
         except BaseException:
-            outside(FullyShardedDataParallel._failed)(self)
+            outside(Runtime.abort_forward)(runtime, unit)
             raise
-        return outside(FullyShardedDataParallel._after)(self, output)
+        return outside(Runtime.post_forward)(runtime, unit, self, output)
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        unit = unit_at(self)
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cast buffers, once, and the inputs as the mixed precision says."""
         self._cast_buffers()
-        precision = self._options.precision
+        dtype, precision = None, self._options.precision
         if self._options.casts_around:
-            args, kwargs = cast_tensors(torch.float32, (args, kwargs))
-        elif precision is not None and precision.param_dtype is not None:
-            root = runtime_of(unit).root() is unit
-            if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:
-                args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
-        return runtime_of(unit).pre_forward(unit, args, kwargs)
-
-    def _after(self, output: Any) -> Any:
-        unit = unit_at(self)
-        return runtime_of(unit).post_forward(unit, self, output)
-
-    def _failed(self) -> None:
-        unit = unit_at(self)
-        runtime_of(unit).abort_forward(unit)
+            dtype = torch.float32
+        elif precision is not None:
+            casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
+            dtype = precision.param_dtype if casts else None
+        return (args, kwargs) if dtype is None else cast_tensors(dtype, (args, kwargs))
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
