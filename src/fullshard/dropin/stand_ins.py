@@ -21,7 +21,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed.checkpoint import state_dict
 
@@ -51,29 +51,26 @@ class Binding(NamedTuple):
 class _StandIn(ModuleType):
     """Class of torch's FSDP modules while the drop-in is installed, see [Note: Stand-in modules]."""
 
+    stand_ins: ClassVar[StandIns]
+
     def __getattribute__(self, name: str) -> Any:
         value = ModuleType.__getattribute__(self, name)
-        if name.startswith("__"):
-            return value
-        return _active[ModuleType.__getattribute__(self, "__name__")].resolve(self, name, value)
+        return value if name.startswith("__") else _StandIn.stand_ins.resolve(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not _active[self.__name__].patch(self.__name__, name, value):
+        if not _StandIn.stand_ins.patch(self, name, value):
             ModuleType.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _active[self.__name__].names[self.__name__].replaced:
+        if name in _StandIn.stand_ins.names[self.__name__].replaced:
             raise AttributeError(
                 f"{self.__name__}.{name} is fullshard's and cannot be deleted; call fullshard.dropin.uninstall() first"
             )
         ModuleType.__delattr__(self, name)
 
     def __dir__(self) -> list[str]:
-        unavailable = _active[self.__name__].names[self.__name__].unavailable
+        unavailable = _StandIn.stand_ins.names[self.__name__].unavailable
         return [name for name in vars(self) if name not in unavailable]
-
-
-_active: dict[str, StandIns] = {}  # by name of torch's modules, while the drop-in is installed
 
 
 class StandIns:
@@ -87,7 +84,6 @@ class StandIns:
     names: dict[str, StandInNames]
     bindings: list[Binding]
     _modules: list[ModuleType]
-    _originals: dict[str, dict[str, Any]]  # torch's objects for the replaced names, by module
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
     _borrowed: dict[str, set[str]]  # replaced names that modules have imported since, by importing module
     _had_before: dict[str, set[str]]  # names of those modules that referred to fullshard's objects before
@@ -97,14 +93,10 @@ class StandIns:
     def __init__(self) -> None:
         self._modules = list(_torch_modules())
         self.names = {module.__name__: stand_in_names(module) for module in self._modules}
-        self._originals = {
-            module.__name__: {name: vars(module)[name] for name in self.names[module.__name__].replaced}
-            for module in self._modules
-        }
         self._replacements = {
-            id(was): self.names[module].replaced[name]
-            for module, originals in self._originals.items()
-            for name, was in originals.items()
+            id(vars(module)[name]): ours
+            for module in self._modules
+            for name, ours in self.names[module.__name__].replaced.items()
         }
         self.bindings, self._borrowed, self._had_before = [], {}, {}
         self._undo, self._pipelining_patched = contextlib.ExitStack(), False
@@ -145,16 +137,16 @@ class StandIns:
             self._patch_pipelining(load=True)
         return replaced[name]
 
-    def patch(self, module: str, name: str, value: Any) -> bool:
+    def patch(self, module: ModuleType, name: str, value: Any) -> bool:
         """Return ``value`` for a replaced ``name`` from now on; torch's own object restores fullshard's.
 
         Returns:
             True if ``name`` is replaced.
         """
-        replaced = self.names[module].replaced
+        replaced = self.names[module.__name__].replaced
         if name not in replaced:
             return False
-        replaced[name] = self._replacements[id(value)] if value is self._originals[module][name] else value
+        replaced[name] = self._replacements[id(value)] if value is vars(module)[name] else value
         return True
 
     # ---------------------------------------------------------------- begin and end
@@ -183,8 +175,8 @@ class StandIns:
             replace(self._undo, holder, name, value)
         self._undo.callback(param_groups.unpatch)
         take_torch_bases(self._undo)
+        _StandIn.stand_ins = self
         for module in self._modules:
-            _active[module.__name__] = self
             self._undo.callback(setattr, module, "__class__", module.__class__)
             module.__class__ = _StandIn
         self._patch_pipelining()
@@ -213,15 +205,13 @@ class StandIns:
             if borrower in sys.modules and borrower.partition(".")[0] != "fullshard":
                 self._restore_names(vars(sys.modules[borrower]), asked, self._had_before[borrower])
         self._undo.close()
-        for module in self._modules:
-            _active.pop(module.__name__, None)
 
     def _restore_names(self, names: dict[str, Any], asked: set[str], owned: set[str]) -> None:
         """Rebind replaced objects that a module has imported, under whatever names, to torch's."""
         originals = {
-            id(self.names[module].replaced[name]): was
-            for module, replaced in self._originals.items()
-            for name, was in replaced.items()
+            id(ours): vars(module)[name]
+            for module in self._modules
+            for name, ours in self.names[module.__name__].replaced.items()
             if name in asked
         }
         for name, value in list(names.items()):
