@@ -292,7 +292,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "dropin/ragged_placements.py",
-        '    _set(DTensor, "from_local", ',
+        '    replace(undo, DTensor, "from_local", ',
         "    tuple((",
         "State that an optimizer makes from a ragged parameter's placements is a plain DTensor.",
         ("engine/test_ragged.py",),

@@ -44,8 +44,8 @@ FAULTS = [
     ),
     Fault(
         "wrapper/fsdp.py",
-        "if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:",
-        "if precision.cast_forward_inputs if root else precision.cast_root_forward_inputs:",
+        "precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs",
+        "precision.cast_forward_inputs if self.check_is_root() else precision.cast_root_forward_inputs",
         "Inputs of the root are cast as those of other units should be.",
         ("wrapper/test_precision.py",),
     ),
