@@ -293,7 +293,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dropin/ragged_placements.py",
         '    replace(undo, DTensor, "from_local", ',
-        "    tuple((",
+        "    repr(",
         "State that an optimizer makes from a ragged parameter's placements is a plain DTensor.",
         ("engine/test_ragged.py",),
     ),
