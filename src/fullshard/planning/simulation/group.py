@@ -116,14 +116,6 @@ class ModelledGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------- what it is
 
-    def rank(self) -> int:
-        """Return the rank of this process in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
     @property
     def group_name(self) -> str:  # type: ignore[override]
         """Name under which c10d registers it."""
