@@ -68,7 +68,6 @@ class SilentGroup(ModelledGroup):
 
     def _issue(
         self,
-        what: str,
         nbytes: float,
         fills: Sequence[Callable[[], object]] = (),
         result: Sequence[Tensor] = (),

@@ -67,7 +67,7 @@ def test_latency_grows_with_the_levels_of_a_tree() -> None:
     assert (network.alpha(8), network.alpha(9), network.alpha(1)) == (4, 5, 0)
     assert network.seconds(10, 8) == 14 and network.seconds(10, 1) == 0
     for wrong in ({"bandwidth": 0}, {"bandwidth": 1, "latency": -1}):
-        with pytest.raises(ValueError, match="positive bandwidth and latencies of at least 0"):
+        with pytest.raises(ValueError, match="expected numbers of at least 0, and a bandwidth"):
             Network(**wrong)
     with pytest.raises(ValueError, match="one of the 4 ranks"), modelled_ranks(4, SLOW, rank=4):
         pass
@@ -181,13 +181,13 @@ def test_the_link_goes_to_the_message_that_is_ready_first() -> None:
         device = SimulatedDevice(_still())
         with modelled_ranks(4, Network(1.0), device=device) as fabric:
             other, early = None if same else dist.new_group(), device.stream()
-            fabric.messages = []
+            fabric.passages = []
             device.compute(50.0)
             _gather(10)
             with device.on(early):
                 _reduce(10, other)
             device.synchronize()
-            assert [message.passage.start for message in fabric.messages] == starts
+            assert [passage.start for passage in fabric.passages] == starts
 
 
 # ------------------------------------------------------------------ bounds

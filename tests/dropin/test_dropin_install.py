@@ -389,7 +389,7 @@ def test_says_what_it_has_replaced(rank: Rank):
 def test_an_installation_that_fails_leaves_nothing(rank: Rank):
     """Wherever it fails: names, classes and what was lent are as before, and installing works afterwards."""
     theirs, bases = torchs().fully_shard, (fullshard.FSDPModule.__bases__, fullshard.FullyShardedDataParallel.__bases__)
-    for place in ("torch_bases.TorchBases._refuse", "split_backward.patch_stages", "stand_ins.StandIns._bind"):
+    for place in ("torch_bases._refusing", "split_backward.patch_stages", "stand_ins.StandIns._bind"):
         with mock.patch(f"fullshard.dropin.{place}", side_effect=KeyError(place)), pytest.raises(KeyError):
             dropin.install(quiet=True)
         assert not dropin.installed() and torchs().fully_shard is theirs and type(torchs()) is types.ModuleType

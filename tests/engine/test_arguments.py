@@ -91,7 +91,7 @@ PLACEMENTS = {
     "place(ShardPlacementResult(Replicate(), mesh))": r"returned Replicate\(\) for 0\.weight",
     "place(ShardPlacementResult(Shard(5), mesh))": r"Shard\(5\) for 0\.weight, which has 2 dims",
     "shard(scalar(), shard_placement_fn=lambda p: Shard(0))": r"Shard\(0\) for scale, which has 0 dims",
-    "shard(plain, ignored_params=['0.weight'])": "ignored_params: expected parameters, found a str",
+    "shard(plain, ignored_params=['0.weight'])": "ignored_params: expected Parameter, found a str",
     "shard(plain, ignored_params=plain[0].weight)": "ignored_params: expected .*, found .*Parameter",
 }
 METHODS = {
@@ -157,7 +157,7 @@ REPLICATE = {
         "TypeError: replicate: offload_policy: expected OffloadPolicy or None, found bool"
     ),
     "replicate(plain, mesh=mesh, ignored_params=['weight'])": (
-        "TypeError: replicate: ignored_params: expected parameters, found a str"
+        "TypeError: replicate: ignored_params: expected Parameter, found a str"
     ),
     "replicate(plain, mesh=named, dp_mesh_dims=Dims(shard='b', replicate='a'))": (
         "ValueError: replicate: dp_mesh_dims: expected replicate axes only, found shard='b'"

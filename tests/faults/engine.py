@@ -250,8 +250,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "dropin/ragged_placements.py",
-        '    _set(DTensor, "from_local", ',
-        "    tuple((",
+        '    replace(undo, DTensor, "from_local", ',
+        "    repr(",
         "State that an optimizer makes from a ragged parameter's placements is a plain DTensor.",
         ("engine/test_ragged.py",),
     ),

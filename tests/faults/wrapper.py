@@ -36,20 +36,6 @@ FAULTS = [
         ("wrapper/test_initial_state.py",),
     ),
     Fault(
-        "wrapper/rollback.py",
-        "            parameter.grad = gradient\n",
-        "            pass\n",
-        "A wrap that failed loses the gradients of the plain module.",
-        ("wrapper/test_failed_wraps.py",),
-    ),
-    Fault(
-        "wrapper/rollback.py",
-        "            sharded.pending_owners = owners\n",
-        "            pass\n",
-        "After a wrap that failed, a unit made before that shares a weight with the rest does not run.",
-        ("wrapper/test_failed_wraps.py",),
-    ),
-    Fault(
         "wrapper/fsdp.py",
         "        initializer.unclaimed.difference_update(inherited)",
         "        pass",
@@ -58,8 +44,8 @@ FAULTS = [
     ),
     Fault(
         "wrapper/fsdp.py",
-        "if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:",
-        "if precision.cast_forward_inputs if root else precision.cast_root_forward_inputs:",
+        "precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs",
+        "precision.cast_forward_inputs if self.check_is_root() else precision.cast_root_forward_inputs",
         "Inputs of the root are cast as those of other units should be.",
         ("wrapper/test_precision.py",),
     ),

@@ -134,26 +134,6 @@ def test_apply_wraps_children_first(case: Case) -> None:
     assert case.root not in done
 
 
-@settings(max_examples=50)
-@given(case=cases(), number=st.integers(0, 7))
-def test_a_failure_puts_everything_back(case: Case, number: int) -> None:
-    """If a call raises, every attribute holds what it held before, and the exception goes on."""
-    plan, before = case.plan(), slots(case.root)
-    calls = 0
-
-    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
-        nonlocal calls
-        calls += 1
-        if calls > number:
-            raise KeyError(calls)
-        return Wrapper(module)
-
-    if number < len(plan.entries):
-        with pytest.raises(KeyError):
-            plan.apply(wrap)
-        assert slots(case.root) == before
-
-
 def originals(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if not isinstance(module, Wrapper)]
 

@@ -157,7 +157,7 @@ def test_own_policy() -> None:
     assert plan_for(First(), model, ignored_modules=[model.embed]).modules == {}
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     for policy in (ModuleWrapPolicy({nn.Sequential}), CustomPolicy(lambda m: isinstance(m, nn.Sequential))):
-        assert names(plan_for(policy, nested)) == names(policy.plan(nested)) == ["0"]
+        assert names(plan_for(policy, nested)) == ["0"]
     assert repr(ModuleWrapPolicy({nn.Linear, Block})) == "ModuleWrapPolicy({Block, Linear})"
     with pytest.raises(ValueError, match=r"Foreign selected a Linear that is not a submodule of the root"):
         plan_for(Foreign(), model)

@@ -1,10 +1,7 @@
-"""A wrap that fails, wherever, leaves the module as it was: the same objects, names and values."""
+"""Plans that cannot be made leave the module as it was: the same objects, names and values."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -12,43 +9,19 @@ import torch
 from torch import nn
 from wrapped import (
     BLOCKS,
-    HYBRID,
     Block,
-    Net,
     Snapshot,
     Tied,
-    assert_states_equal,
     built,
-    check_steps,
-    loss_at,
-    placed,
     raised_everywhere,
-    units_of,
 )
 
-from fullshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.ownership import nested_units
-from fullshard.engine.unit import Unit
-from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, Policy
-from pairwise import each_value
+from fullshard import ShardingStrategy
+from fullshard.wrap import CustomPolicy, Policy
 from ranks import Rank, on_ranks
 
 S = ShardingStrategy
-
-
-class Odd(torch.Tensor):
-    """A tensor with gather hooks of its own, which flat units do not take."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (self,), None
-
-    def fsdp_post_all_gather(self, *arguments: Any, **more: Any) -> None:
-        return None
-
-
-def odd_parameter() -> nn.Parameter:
-    return nn.Parameter(torch.randn(4).as_subclass(Odd))
 
 
 class Breaking(Policy):
@@ -105,94 +78,6 @@ def test_plans_that_cannot_be_made(rank: Rank) -> None:
             FSDP(model, auto_wrap_policy=policy if isinstance(bad, dict) else bad)
         raised_everywhere(rank, caught.value)
         before.assert_unchanged(model)
-
-
-@on_ranks(2)
-@each_value(make=[Net, Tied, Tied], place=["first block", "second block", "root"], orig=[False, True])
-def test_parameters_that_cannot_be_flat(rank: Rank, make: Any, place: str, orig: bool) -> None:
-    """A parameter that no flat unit takes, in the first, a later or the last unit: all is undone, ties included.
-
-    Gradients that the module had before, of its parameters or some, are there still; the buffers of units are gone.
-    """
-    model = built(make)
-    frozen, marked = model.blocks[0].up.weight, model.blocks[1].down.weight
-    frozen.requires_grad_(False)
-    mark = marked.mark = ["attribute"]  # type: ignore[attr-defined]
-    loss_at()(model, rank.rank).backward()
-    gradients = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()}
-    before = Snapshot.of(model)
-    owner = {"first block": model.blocks[0], "second block": model.blocks[1], "root": model}[place]
-    owner.odd = odd_parameter()
-    made: list[weakref.ref[Any]] = []
-    usual = Unit.__init__
-
-    def noting(self: Unit, *arguments: Any, **more: Any) -> None:
-        made.append(weakref.ref(self))
-        usual(self, *arguments, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "__init__", noting)
-        with pytest.raises(ValueError, match="odd is a Odd"), pytest.warns(UserWarning, match="frozen"):
-            FSDP(model, auto_wrap_policy=BLOCKS, use_orig_params=orig)
-    assert nested_units(model) == [] and units_of(model) == []
-    del owner.odd
-    before.assert_unchanged(model)
-    assert marked.mark is mark  # type: ignore[attr-defined]
-    for parameter, (gradient, value) in gradients.items():
-        assert parameter.grad is gradient
-        assert gradient is None or torch.equal(gradient, value)
-    gc.collect()
-    assert [ref() for ref in made] == [None] * len(made) and bool(made) == (place != "first block")
-    frozen.requires_grad_(True)
-    reference = copy.deepcopy(model)
-    check_steps(rank, FSDP(model, auto_wrap_policy=BLOCKS, use_orig_params=orig), reference)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("front_end", "orig"), [("wrapper", False), ("wrapper", True), ("fully_shard", False)])
-def test_units_made_before_stay(rank: Rank, front_end: str, orig: bool) -> None:
-    """What was wrapped by hand before stays wrapped when the wrap around it fails, and works, also if it is tied."""
-    model = built(Tied if front_end == "wrapper" else Net)
-    reference = copy.deepcopy(model)
-    if front_end == "wrapper":
-        model.blocks[1] = FSDP(model.blocks[1], use_orig_params=orig)
-    else:
-        fully_shard(model.blocks[1], mesh=rank.mesh)
-    inner = model.blocks[1]
-    held = dict(inner.named_parameters())
-    units = nested_units(model)
-    model.zz = odd_parameter()
-    with pytest.raises(ValueError, match="zz"):
-        FSDP(model, auto_wrap_policy=BLOCKS, use_orig_params=orig)
-    del model.zz
-    assert nested_units(model) == units and len(units) == 1 and model.blocks[1] is inner
-    now = dict(inner.named_parameters())
-    assert list(now) == list(held) and all(now[name] is held[name] for name in now)
-    x = torch.ones(2, 5)
-    torch.testing.assert_close(inner(x), reference.blocks[1](x))
-    check_steps(rank, FSDP(model, auto_wrap_policy=BLOCKS, use_orig_params=orig), reference)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("strategy", "orig"), [(S.FULL_SHARD, True), (S.NO_SHARD, True), (HYBRID[0], False)])
-def test_failures_with_strategies(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Whatever is sharded, replicated, offloaded or cast is put together again, also after a second failure."""
-    model = built(Tied)
-    reference = copy.deepcopy(model)
-    before = Snapshot.of(model)
-    options: dict[str, Any] = {
-        "auto_wrap_policy": ModuleWrapPolicy({Block, nn.Linear}),
-        "cpu_offload": CPUOffload(offload_params=orig),
-        "use_orig_params": orig,
-        **placed(rank, strategy),
-    }
-    for sync in (True, False):
-        model.odd = odd_parameter()
-        with pytest.raises(ValueError, match="odd"):
-            FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16), sync_module_states=sync, **options)
-        del model.odd
-        before.assert_unchanged(model)
-    assert_states_equal(FSDP(model, **options), reference)
 
 
 def test_snapshot_sees_changes() -> None:

@@ -174,13 +174,13 @@ WRONG: list[tuple[Callable[[Any], dict[str, Any]], type[Exception], str]] = [
         ValueError,
         r"all parameters or all modules.*Linear.*Parameter",
     ),
-    (lambda m: {"ignored_modules": [*m.parameters()]}, TypeError, "modules, found.*Parameter"),
-    (lambda m: {"ignored_modules": ["first"]}, TypeError, "modules.*str"),
-    (lambda m: {"ignored_states": ["first.weight"]}, TypeError, "modules or parameters.*str"),
-    (lambda m: {"ignored_states": [torch.zeros(2)]}, TypeError, "modules or parameters.*Tensor"),
-    (lambda m: {"ignored_modules": m.first}, TypeError, "a list.*Linear"),
-    (lambda m: {"ignored_states": m.first.weight}, TypeError, "a list.*Parameter"),
-    (lambda m: {"ignored_modules": 3}, TypeError, "a list.*int"),
+    (lambda m: {"ignored_modules": [*m.parameters()]}, TypeError, "expected Module, found a Parameter"),
+    (lambda m: {"ignored_modules": ["first"]}, TypeError, "expected Module, found a str"),
+    (lambda m: {"ignored_states": ["first.weight"]}, TypeError, "expected Module or Parameter, found a str"),
+    (lambda m: {"ignored_states": [torch.zeros(2)]}, TypeError, "expected Module or Parameter, found a Tensor"),
+    (lambda m: {"ignored_modules": m.first}, TypeError, "an iterable.*Linear"),
+    (lambda m: {"ignored_states": m.first.weight}, TypeError, "an iterable.*Parameter"),
+    (lambda m: {"ignored_modules": 3}, TypeError, "an iterable.*int"),
 ]
 
 

@@ -292,21 +292,14 @@ class Snapshot(NamedTuple):
             {name: set(m.__dict__) for name, m in module.named_modules(remove_duplicate=False)},
         )
 
-    def assert_unchanged(self, module: nn.Module, *, meta: bool = False) -> None:
-        """Require ``module`` to be the same: objects, names and order, values, and no unit anywhere.
-
-        Args:
-            module: As it is now.
-            meta: Whether what was on the meta device may have been replaced.
-        """
+    def assert_unchanged(self, module: nn.Module) -> None:
+        """Require ``module`` to be the same: objects, names and order, values, and no unit anywhere."""
         now = Snapshot.of(module)
         assert list(now.modules.items()) == list(self.modules.items())
         assert now.attributes == self.attributes
         assert list(now.trainable.items()) == list(self.trainable.items())
         assert list(now.parameters) == list(self.parameters) and list(now.buffers) == list(self.buffers)
         for name, value in self.values.items():
-            if value.is_meta and meta:
-                continue
             held = {**self.parameters, **self.buffers}[name]
             assert {**now.parameters, **now.buffers}[name] is held, name
             assert held.stride() == value.stride() or value.is_meta, name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import os
 import pkgutil
 import runpy
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
-from types import CodeType, ModuleType
-from typing import Any
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 from fullshard.dropin.inheritance import patch_pythonpath
 from fullshard.dropin.installation import install
@@ -22,6 +21,9 @@ processes that it starts. With torchrun: torchrun --nproc-per-node 2 -m fullshar
 
 # Flags of the interpreter, inherited by child processes, that make it ignore PYTHONPATH or site. -I sets two.
 ISOLATING_FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
+
+
+_run_main: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # python -m itself uses it
 
 
 def main(arguments: list[str]) -> int:
@@ -49,11 +51,14 @@ def main(arguments: list[str]) -> int:
     install()
     patch_pythonpath()
     sys.argv = rest
+    sys.modules["__main__"] = ModuleType("__main__")  # stays after the end, for atexit handlers and threads
     if as_module:
-        return _run_module(program)
-    if pkgutil.get_importer(program) is not None:
-        _set_path([])  # run_path puts the folder or archive there
-        runpy.run_path(program, run_name="__main__")
+        _set_path([os.getcwd()])
+        _run_main(program)
+    elif pkgutil.get_importer(program) is not None:  # a folder or an archive
+        _set_path([])
+        sys.path.insert(0, program)
+        _run_main("__main__", alter_argv=False)
     else:
         _set_path([os.path.dirname(os.path.realpath(program))])
         _run_file(os.path.join(os.getcwd(), program))
@@ -72,52 +77,11 @@ def _set_path(first: list[str]) -> None:
 
 
 def _run_file(path: str) -> None:
-    loader: SourceFileLoader | SourcelessFileLoader
-    if path.endswith(".pyc"):
-        loader = SourcelessFileLoader("__main__", path)
-        code = loader.get_code("__main__")
-    else:
-        loader = SourceFileLoader("__main__", path)
-        code = loader.source_to_code(loader.get_data(path), path)  # get_code would leave a .pyc behind
-    assert code is not None  # only modules written in C have none
-    _execute(code, __file__=path, __cached__=None, __loader__=loader)
-
-
-def _run_module(name: str) -> int:
-    _set_path([os.getcwd()])
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    code = _code_of(spec)
-    if spec is None or code is None:
-        return _usage_error(f"there is no module {name} that can be run")
-    sys.argv = [spec.origin or name, *sys.argv[1:]]
-    _execute(
-        code,
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,  # multiprocessing's children find the module by it
-    )
-    return 0
-
-
-def _code_of(spec: ModuleSpec | None) -> CodeType | None:
-    get_code = getattr(spec and spec.loader, "get_code", None)
-    code: CodeType | None = None if spec is None or get_code is None else get_code(spec.name)
-    return code
-
-
-def _execute(code: CodeType, **names: Any) -> None:
-    """Run ``code`` as ``__main__``, which stays in ``sys.modules`` for atexit handlers and threads.
-
-    ``runpy`` would restore this module.
-    """
-    module = ModuleType("__main__")
-    vars(module).update(names, __builtins__=builtins)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)  # get_code would leave a .pyc behind
+    names = vars(sys.modules["__main__"])
+    names.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins)
+    exec(code, names)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ MODULE = clip_grad
 
 
 def replaced_functions() -> dict[str, Callable[..., Any]]:
-    """Return fullshard's functions by their names in ``MODULE``, as far as this version of torch has these."""
-    found: dict[str, Callable[[Any], Callable[..., Any]]] = {
-        "_get_total_norm": _norm_like,
-        "_clip_grads_with_norm_": _clip_like,
+    """Return fullshard's functions by their names in ``MODULE``."""
+    return {
+        "_get_total_norm": _norm_like(MODULE._get_total_norm),
+        "_clip_grads_with_norm_": _clip_like(MODULE._clip_grads_with_norm_),
     }
-    return {name: make(getattr(MODULE, name)) for name, make in found.items() if hasattr(MODULE, name)}
 
 
 def _norm_like(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

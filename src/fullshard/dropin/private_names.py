@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ import fullshard
 from fullshard.composable import fsdp_module
 from fullshard.dropin.param_groups import FSDPParamGroup, ShardedState, TrainingState, WrapperTrainingState
 from fullshard.engine import hooks
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import all_modules, nested_units, unit_of
 from fullshard.engine.parameters.flat import FlatShardedParameter
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of
@@ -34,7 +35,7 @@ from fullshard.frontend.arguments import check_reshard, default_mesh, shard_mesh
 from fullshard.frontend.sharded_module import ShardedModule
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardingStrategy
 
-__all__ = ["PRIVATE_NAMES", "PatchedAttribute", "patched_attributes"]
+__all__ = ["PRIVATE_NAMES", "patched_attributes"]
 
 ROOT = "torch.distributed.fsdp"
 COMPOSABLE = f"{ROOT}._fully_shard"
@@ -75,8 +76,10 @@ class FSDPState:
         return tuple(module for ref in self._unit.modules if (module := ref()) is not None)
 
     @property
-    def _state_ctx(self) -> StateContext:
-        return StateContext(self._module)
+    def _state_ctx(self) -> SimpleNamespace:
+        """All states of sharded modules below this one, each unit's once."""
+        by_unit = {id(unit_of(below)): below for below in reversed(all_modules(self._module)) if unit_of(below)}
+        return SimpleNamespace(all_states=[FSDPState(below) for below in reversed(by_unit.values())])
 
     @property
     def _training_state(self) -> TrainingState:
@@ -92,20 +95,6 @@ class FSDPState:
         """Wait for the reductions in flight."""
         for runtime in each_runtime(nested_units(self._module)):
             runtime.finish_reductions()
-
-
-class StateContext:
-    """States of all sharded modules below one module."""
-
-    all_states: list[FSDPState]
-
-    def __init__(self, module: nn.Module) -> None:
-        seen: dict[int, nn.Module] = {}
-        for below in module.modules():
-            unit = unit_of(below)
-            if unit is not None:
-                seen.setdefault(id(unit), below)
-        self.all_states = [FSDPState(below) for below in seen.values()]
 
 
 def state_of(module: nn.Module) -> FSDPState:
@@ -280,11 +269,6 @@ def _is_managed(module: nn.Module) -> bool:
     return any(managed_by(parameter) is not None for parameter in module.parameters())
 
 
-def _allows_compile(module: nn.Module) -> bool:
-    """True for modules that dynamo may compile, for which torch requires ``use_orig_params``: all of fullshard's."""
-    return _is_managed(module)
-
-
 def _is_flattened(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, fullshard.FlatParameter) or isinstance(managed_by(parameter), FlatShardedParameter)
 
@@ -301,52 +285,40 @@ class ComputedAttribute:
         return self if instance is None else self._compute(instance)
 
 
-class PatchedAttribute(NamedTuple):
-    """Attribute ``name`` of ``holder`` while the drop-in is installed."""
-
-    holder: Any
-    name: str
-    value: Any
-
-
-def patched_attributes() -> list[PatchedAttribute]:
-    """Return the attributes to set on classes and functions, see [Note: Private names]."""
+def patched_attributes() -> list[tuple[Any, str, Any]]:
+    """Return the attributes to set while the drop-in is installed: holder, name and value of each."""
     wrapper = fullshard.FullyShardedDataParallel
     return [
-        PatchedAttribute(wrapper, "_has_params", property(_has_params)),
-        PatchedAttribute(wrapper, "_flat_param", property(_flat_param)),
-        PatchedAttribute(wrapper, "_handle", property(_handle)),
-        PatchedAttribute(fullshard.FlatParameter, "_fqns", property(lambda flat: list(flat.fqns))),
-        PatchedAttribute(fullshard.FSDPModule, "_get_fsdp_state", state_of),
-        PatchedAttribute(fullshard.fully_shard, "state", state_of),
-        PatchedAttribute(fullshard.replicate, "state", state_of),
-        PatchedAttribute(nn.Module, "_is_fsdp_managed_module", ComputedAttribute(_is_managed)),
-        PatchedAttribute(nn.Module, "_fsdp_use_orig_params", ComputedAttribute(_allows_compile)),
-        PatchedAttribute(nn.Parameter, "_fsdp_flattened", ComputedAttribute(_is_flattened)),
+        (wrapper, "_has_params", property(_has_params)),
+        (wrapper, "_flat_param", property(_flat_param)),
+        (wrapper, "_handle", property(_handle)),
+        (fullshard.FlatParameter, "_fqns", property(lambda flat: list(flat.fqns))),
+        (fullshard.FSDPModule, "_get_fsdp_state", state_of),
+        (fullshard.fully_shard, "state", state_of),
+        (fullshard.replicate, "state", state_of),
+        (nn.Module, "_is_fsdp_managed_module", ComputedAttribute(_is_managed)),
+        # dynamo compiles only modules with it: all of fullshard's.
+        (nn.Module, "_fsdp_use_orig_params", ComputedAttribute(_is_managed)),
+        (nn.Parameter, "_fsdp_flattened", ComputedAttribute(_is_flattened)),
     ]
 
 
-def _private_names() -> dict[tuple[str, str], Any]:
-    hybrid = [strategy for strategy in ShardingStrategy if strategy.hybrid]
-    keeping = [strategy for strategy in ShardingStrategy if strategy.keeps_unsharded]
-    default: Callable[..., DeviceMesh] = default_mesh
-    return {
-        (f"{COMPOSABLE}._fsdp_common", "TrainingState"): TrainingState,
-        (f"{COMPOSABLE}._fsdp_param", "ShardedState"): ShardedState,
-        (f"{COMPOSABLE}._fsdp_param_group", "FSDPParamGroup"): FSDPParamGroup,
-        (f"{COMPOSABLE}._fsdp_param_group", "RegisterPostBackwardFunction"): hooks._Boundary,
-        (f"{COMPOSABLE}._fsdp_state", "FSDPState"): FSDPState,
-        (f"{COMPOSABLE}._fsdp_state", "_get_module_fsdp_state"): _state_if_sharded,
-        (f"{COMPOSABLE}._fsdp_init", "_get_mesh_info"): get_mesh_info,
-        (f"{COMPOSABLE}._fsdp_init", "_get_post_forward_mesh_info"): get_post_forward_mesh_info,
-        (f"{COMPOSABLE}._fsdp_init", "_init_default_mesh"): default,
-        (f"{COMPOSABLE}._fsdp_init", "_init_default_fully_shard_mesh"): default,
-        (f"{COMPOSABLE}._fully_shard", "get_cls_to_fsdp_cls"): get_cls_to_fsdp_cls,
-        (f"{COMPOSABLE}._fully_shard", "disable_fsdp_module_new_init"): disable_fsdp_module_new_init,
-        (f"{ROOT}._common_utils", "TrainingState"): WrapperTrainingState,
-        (f"{ROOT}._init_utils", "HYBRID_SHARDING_STRATEGIES"): hybrid,
-        (f"{ROOT}._init_utils", "NO_RESHARD_AFTER_FORWARD_STRATEGIES"): keeping,
-    }
-
-
-PRIVATE_NAMES: dict[tuple[str, str], Any] = _private_names()
+PRIVATE_NAMES: dict[tuple[str, str], Any] = {
+    (f"{COMPOSABLE}._fsdp_common", "TrainingState"): TrainingState,
+    (f"{COMPOSABLE}._fsdp_param", "ShardedState"): ShardedState,
+    (f"{COMPOSABLE}._fsdp_param_group", "FSDPParamGroup"): FSDPParamGroup,
+    (f"{COMPOSABLE}._fsdp_param_group", "RegisterPostBackwardFunction"): hooks._Boundary,
+    (f"{COMPOSABLE}._fsdp_state", "FSDPState"): FSDPState,
+    (f"{COMPOSABLE}._fsdp_state", "_get_module_fsdp_state"): _state_if_sharded,
+    (f"{COMPOSABLE}._fsdp_init", "_get_mesh_info"): get_mesh_info,
+    (f"{COMPOSABLE}._fsdp_init", "_get_post_forward_mesh_info"): get_post_forward_mesh_info,
+    (f"{COMPOSABLE}._fsdp_init", "_init_default_mesh"): default_mesh,
+    (f"{COMPOSABLE}._fsdp_init", "_init_default_fully_shard_mesh"): default_mesh,
+    (f"{COMPOSABLE}._fully_shard", "get_cls_to_fsdp_cls"): get_cls_to_fsdp_cls,
+    (f"{COMPOSABLE}._fully_shard", "disable_fsdp_module_new_init"): disable_fsdp_module_new_init,
+    (f"{ROOT}._common_utils", "TrainingState"): WrapperTrainingState,
+    (f"{ROOT}._init_utils", "HYBRID_SHARDING_STRATEGIES"): [kind for kind in ShardingStrategy if kind.hybrid],
+    (f"{ROOT}._init_utils", "NO_RESHARD_AFTER_FORWARD_STRATEGIES"): [
+        kind for kind in ShardingStrategy if kind.keeps_unsharded
+    ],
+}

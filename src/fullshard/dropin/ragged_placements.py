@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fullshard.dropin.patches import SharedPatch, replace
 from fullshard.engine import hooks
 from fullshard.engine.parameters.ragged_tensor import (
     RaggedDTensor,
@@ -40,11 +40,6 @@ from fullshard.engine.parameters.ragged_tensor import (
 from fullshard.layout import FlatSlot, ParameterShape
 
 __all__ = ["enable_ragged_placements"]
-
-
-_lock = threading.RLock()
-_enablers: set[object] = set()  # one for each call in effect
-_undo = contextlib.ExitStack()  # restores torch's functions
 
 
 def enable_ragged_placements() -> contextlib.ExitStack:
@@ -74,41 +69,26 @@ def enable_ragged_placements() -> contextlib.ExitStack:
         assert type(state) is type(weight.data)
         ```
     """
-    enabler, undo = object(), contextlib.ExitStack()
-    with _lock:
-        if not _enablers:
-            _patch()
-        _enablers.add(enabler)
-    undo.callback(_disable, enabler)
-    return undo
+    return _shared.enable()
 
 
-def _disable(enabler: object) -> None:
-    with _lock:
-        _enablers.discard(enabler)
-        if not _enablers:
-            _undo.close()
-
-
-def _patch() -> None:
-    _set(DTensor, "from_local", staticmethod(_knowing(DTensor.from_local, _from_local)))
+def _patch(undo: contextlib.ExitStack) -> None:
+    replace(undo, DTensor, "from_local", staticmethod(_knowing(DTensor.from_local, _from_local)))
     name, known = "distribute_tensor", tensors.distribute_tensor
     knowing = _knowing(known, _distribute_tensor)
     for module in list(sys.modules.values()):  # in torch, and where it was imported by name
         if getattr(module, "__dict__", {}).get(name) is known:
-            _set(module, name, knowing)
+            replace(undo, module, name, knowing)
     whole = functools.partial(_distribute_in_state_dict, state_dicts._distribute_tensors)
-    _set(state_dicts, "_distribute_tensors", whole)
-    _undo.enter_context(torch.serialization.safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard]))
+    replace(undo, state_dicts, "_distribute_tensors", whole)
+    undo.enter_context(torch.serialization.safe_globals([RaggedDTensor, FlatSlot, ParameterShape, rebuild_shard]))
 
 
-def _set(holder: Any, name: str, value: Any) -> None:
-    _undo.callback(setattr, holder, name, vars(holder)[name])
-    setattr(holder, name, value)
+_shared = SharedPatch(_patch)
 
 
 def _knowing(original: Callable[..., Any], ours: Callable[..., DTensor]) -> Callable[..., Any]:
-    """``original``, and ``ours`` for plain tensors and placements with a RaggedShard."""
+    """Call ``ours`` for plain tensors and placements with a RaggedShard, else ``original``."""
 
     @functools.wraps(original)
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +118,7 @@ def _from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """``DTensor.from_local`` for this rank's part. A gradient has the same placements.
+    """Make a DTensor of this rank's part, as ``DTensor.from_local`` does. A gradient has the same placements.
 
     Raises:
         ValueError: If the part, or the global shape, is another one than that of the placement, or the gradient's
@@ -189,7 +169,7 @@ def _distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor``: the values of one rank, of which every rank keeps its part.
+    """Keep this rank's part of the values of one rank, as ``distribute_tensor`` does.
 
     Raises:
         ValueError: If the value has another shape than the parameter.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import fullshard
+from fullshard.dropin.patches import replace
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.unit import Unit
@@ -28,27 +29,28 @@ STAGE = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"  # imports names of FSDP, and STAGE before that
 
 
-def patch_stages(*, load: bool = False) -> Callable[[], None] | None:
+def patch_stages(undo: contextlib.ExitStack, *, load: bool = False) -> bool:
     """Patch pipeline stages to see the unsharded parameters, see [Note: Split backward].
 
     Args:
+        undo: Restores them when it is closed.
         load: Import torch's module if it is not loaded.
 
     Returns:
-        A function that undoes it; None if the module is not loaded, or has no such method.
+        True if they were patched: the module is loaded, and has such a method.
     """
     module = importlib.import_module(STAGE) if load else sys.modules.get(STAGE)
     stage: Any = getattr(module, "_PipelineStageBase", None)
     original = getattr(stage, "backward_maybe_with_nosync", None)
     if original is None:
-        return None
+        return False
 
     @functools.wraps(original)
     def backward_maybe_with_nosync(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         return _backward(self, original, kind, *args, **kwargs)
 
-    stage.backward_maybe_with_nosync = backward_maybe_with_nosync
-    return lambda: setattr(stage, "backward_maybe_with_nosync", original)
+    replace(undo, stage, "backward_maybe_with_nosync", backward_maybe_with_nosync)
+    return True
 
 
 def _backward(stage: Any, original: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:

@@ -19,9 +19,9 @@ import contextlib
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed.checkpoint import state_dict
 
@@ -30,9 +30,10 @@ from fullshard.dropin import clients, gradient_clipping, param_groups, split_bac
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, StandInNames, is_torch_fsdp_module, stand_in_names
 from fullshard.dropin.not_offered import NotOffered
+from fullshard.dropin.patches import replace
 from fullshard.dropin.private_names import patched_attributes
 from fullshard.dropin.ragged_placements import enable_ragged_placements
-from fullshard.dropin.torch_bases import TorchBases
+from fullshard.dropin.torch_bases import take_torch_bases
 from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
 
 __all__ = ["Binding", "StandIns"]
@@ -50,29 +51,26 @@ class Binding(NamedTuple):
 class _StandIn(ModuleType):
     """Class of torch's FSDP modules while the drop-in is installed, see [Note: Stand-in modules]."""
 
+    stand_ins: ClassVar[StandIns]
+
     def __getattribute__(self, name: str) -> Any:
         value = ModuleType.__getattribute__(self, name)
-        if name.startswith("__"):
-            return value
-        return _active[ModuleType.__getattribute__(self, "__name__")].resolve(self, name, value)
+        return value if name.startswith("__") else _StandIn.stand_ins.resolve(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not _active[self.__name__].patch(self.__name__, name, value):
+        if not _StandIn.stand_ins.patch(self, name, value):
             ModuleType.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _active[self.__name__].names[self.__name__].replaced:
+        if name in _StandIn.stand_ins.names[self.__name__].replaced:
             raise AttributeError(
                 f"{self.__name__}.{name} is fullshard's and cannot be deleted; call fullshard.dropin.uninstall() first"
             )
         ModuleType.__delattr__(self, name)
 
     def __dir__(self) -> list[str]:
-        unavailable = _active[self.__name__].names[self.__name__].unavailable
+        unavailable = _StandIn.stand_ins.names[self.__name__].unavailable
         return [name for name in vars(self) if name not in unavailable]
-
-
-_active: dict[str, StandIns] = {}  # by name of torch's modules, while the drop-in is installed
 
 
 class StandIns:
@@ -86,27 +84,22 @@ class StandIns:
     names: dict[str, StandInNames]
     bindings: list[Binding]
     _modules: list[ModuleType]
-    _originals: dict[str, dict[str, Any]]  # torch's objects for the replaced names, by module
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
     _borrowed: dict[str, set[str]]  # replaced names that modules have imported since, by importing module
     _had_before: dict[str, set[str]]  # names of those modules that referred to fullshard's objects before
-    _undo: list[Callable[[], None]]
+    _undo: contextlib.ExitStack
     _pipelining_patched: bool  # see [Note: Split backward]
 
     def __init__(self) -> None:
         self._modules = list(_torch_modules())
         self.names = {module.__name__: stand_in_names(module) for module in self._modules}
-        self._originals = {
-            module.__name__: {name: vars(module)[name] for name in self.names[module.__name__].replaced}
-            for module in self._modules
-        }
         self._replacements = {
-            id(was): self.names[module].replaced[name]
-            for module, originals in self._originals.items()
-            for name, was in originals.items()
+            id(vars(module)[name]): ours
+            for module in self._modules
+            for name, ours in self.names[module.__name__].replaced.items()
         }
-        self.bindings, self._borrowed, self._had_before, self._undo = [], {}, {}, []
-        self._pipelining_patched = False
+        self.bindings, self._borrowed, self._had_before = [], {}, {}
+        self._undo, self._pipelining_patched = contextlib.ExitStack(), False
 
     # ---------------------------------------------------------------- names
 
@@ -144,16 +137,16 @@ class StandIns:
             self._patch_pipelining(load=True)
         return replaced[name]
 
-    def patch(self, module: str, name: str, value: Any) -> bool:
+    def patch(self, module: ModuleType, name: str, value: Any) -> bool:
         """Return ``value`` for a replaced ``name`` from now on; torch's own object restores fullshard's.
 
         Returns:
             True if ``name`` is replaced.
         """
-        replaced = self.names[module].replaced
+        replaced = self.names[module.__name__].replaced
         if name not in replaced:
             return False
-        replaced[name] = self._replacements[id(value)] if value is self._originals[module][name] else value
+        replaced[name] = self._replacements[id(value)] if value is vars(module)[name] else value
         return True
 
     # ---------------------------------------------------------------- begin and end
@@ -167,8 +160,8 @@ class StandIns:
             raise
 
     def _begin(self) -> None:
-        self._undo.append(enable_torch_state_dict_functions().close)
-        self._undo.append(enable_ragged_placements().close)
+        self._undo.enter_context(enable_torch_state_dict_functions())
+        self._undo.enter_context(enable_ragged_placements())
         taken = [
             (module, name, self._replacements[id(value)])
             for module in _others(self._modules)
@@ -179,16 +172,13 @@ class StandIns:
         for module, _, _ in taken:
             clients.check(module.__name__)
         for holder, name, value in patched_attributes():
-            self._undo.append(_restorer(holder, name))
-            setattr(holder, name, value)
-        self._undo.append(param_groups.unpatch)
-        torch_bases = TorchBases()
-        self._undo.append(torch_bases.end)
-        torch_bases.begin()
+            replace(self._undo, holder, name, value)
+        self._undo.callback(param_groups.unpatch)
+        take_torch_bases(self._undo)
+        _StandIn.stand_ins = self
         for module in self._modules:
-            _active[module.__name__] = self
-            before, module.__class__ = module.__class__, _StandIn
-            self._undo.append(lambda module=module, before=before: setattr(module, "__class__", before))  # type: ignore[misc]
+            self._undo.callback(setattr, module, "__class__", module.__class__)
+            module.__class__ = _StandIn
         self._patch_pipelining()
         for module, name, now in taken:
             self._bind(module, name, now)
@@ -198,9 +188,8 @@ class StandIns:
             self._bind(gradient_clipping.MODULE, name, function)
 
     def _patch_pipelining(self, *, load: bool = False) -> None:
-        if not self._pipelining_patched and (undo := split_backward.patch_stages(load=load)) is not None:
-            self._pipelining_patched = True
-            self._undo.append(undo)
+        if not self._pipelining_patched:
+            self._pipelining_patched = split_backward.patch_stages(self._undo, load=load)
 
     def _bind(self, module: ModuleType, name: str, now: Any) -> None:
         self.bindings.append(Binding(module, name, vars(module)[name], now))
@@ -215,37 +204,19 @@ class StandIns:
         for borrower, asked in self._borrowed.items():
             if borrower in sys.modules and borrower.partition(".")[0] != "fullshard":
                 self._restore_names(vars(sys.modules[borrower]), asked, self._had_before[borrower])
-        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
-            for undo in self._undo:
-                stack.callback(undo)
-            self._undo.clear()
-        for module in self._modules:
-            _active.pop(module.__name__, None)
+        self._undo.close()
 
     def _restore_names(self, names: dict[str, Any], asked: set[str], owned: set[str]) -> None:
         """Rebind replaced objects that a module has imported, under whatever names, to torch's."""
         originals = {
-            id(self.names[module].replaced[name]): was
-            for module, replaced in self._originals.items()
-            for name, was in replaced.items()
+            id(ours): vars(module)[name]
+            for module in self._modules
+            for name, ours in self.names[module.__name__].replaced.items()
             if name in asked
         }
         for name, value in list(names.items()):
             if id(value) in originals and name not in owned and not name.startswith("__"):
                 names[name] = originals[id(value)]
-
-
-def _restorer(holder: Any, name: str) -> Callable[[], None]:
-    """Return a function that restores the present attribute ``name`` of ``holder``, or removes it."""
-    if name in vars(holder):
-        before = vars(holder)[name]
-        return lambda: setattr(holder, name, before)
-
-    def remove() -> None:
-        if name in vars(holder):  # programs may have
-            delattr(holder, name)
-
-    return remove
 
 
 def _torch_modules() -> Iterator[ModuleType]:

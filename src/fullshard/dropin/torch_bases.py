@@ -12,6 +12,7 @@ Constructors of torch's engine raise ``MixedEnginesError``.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from torch import nn
 
 import fullshard
 from fullshard.dropin.errors import MixedEnginesError
+from fullshard.dropin.patches import replace
 from fullshard.wrap import annotate
 
-__all__ = ["TorchBases"]
+__all__ = ["take_torch_bases"]
 
 INHERENT = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__new__"}
 
@@ -56,52 +58,34 @@ class _Annotations:
         return getattr(annotate._active.get(), name)
 
 
-class TorchBases:
-    """Adds torch's classes as bases, and disables torch's constructors."""
+def take_torch_bases(undo: contextlib.ExitStack) -> None:
+    """Make fullshard's classes subclasses of torch's, and make torch's constructors raise, until ``undo`` is closed."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.fsdp.wrap import enable_wrap
 
-    _undo: list[Callable[[], None]]
+    for ours, theirs in (
+        (fullshard.FSDPModule, FSDPModule),
+        (fullshard.ReplicateModule, ReplicateModule),
+        (fullshard.FullyShardedDataParallel, FullyShardedDataParallel),
+    ):
+        undo.callback(setattr, ours, "__bases__", ours.__bases__)
+        ours.__bases__ = (*ours.__bases__, _without_attributes(theirs))
+    replace(undo, sys.modules[enable_wrap.__module__], "_ConfigAutoWrap", _Annotations())
+    for constructed, api in ((FSDPState, "fully_shard"), (FullyShardedDataParallel, "FullyShardedDataParallel")):
+        replace(undo, constructed, "__init__", _refusing(api))
 
-    def __init__(self) -> None:
-        self._undo = []
 
-    def begin(self) -> None:
-        """Make fullshard's classes subclasses of torch's, and make torch's constructors raise."""
-        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-        from torch.distributed.fsdp.wrap import enable_wrap
+def _refusing(api: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise MixedEnginesError(
+            f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install() and "
+            "that install() cannot replace (in a tuple, a closure or a default argument); a model cannot be sharded by "
+            f"both engines. Call install() before that code is imported, or import {api} again there"
+        )
 
-        for ours, theirs in (
-            (fullshard.FSDPModule, FSDPModule),
-            (fullshard.ReplicateModule, ReplicateModule),
-            (fullshard.FullyShardedDataParallel, FullyShardedDataParallel),
-        ):
-            before, base = ours.__bases__, _without_attributes(theirs)
-            ours.__bases__ = (*before, base)
-            self._undo.append(lambda ours=ours, before=before: setattr(ours, "__bases__", before))  # type: ignore[misc]
-        names = vars(sys.modules[enable_wrap.__module__])
-        annotations = names["_ConfigAutoWrap"]
-        names["_ConfigAutoWrap"] = _Annotations()
-        self._undo.append(lambda: names.update(_ConfigAutoWrap=annotations))
-        self._refuse(FSDPState, "fully_shard")
-        self._refuse(FullyShardedDataParallel, "FullyShardedDataParallel")
-
-    def _refuse(self, constructed: type, api: str) -> None:
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise MixedEnginesError(
-                f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install() "
-                "and that install() cannot replace (in a tuple, a closure or a default argument); a model cannot be "
-                f"sharded by both engines. Call install() before that code is imported, or import {api} again there"
-            )
-
-        before = constructed.__dict__["__init__"]
-        constructed.__init__ = refuse  # type: ignore[misc]
-        self._undo.append(lambda: setattr(constructed, "__init__", before))
-
-    def end(self) -> None:
-        """Undo ``begin``."""
-        while self._undo:
-            self._undo.pop()()
+    return refuse
 
 
 def _without_attributes(theirs: type) -> type:

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from fullshard.checkpoint.state import types as state_dict_types
 from fullshard.checkpoint.state.optimizer.initial import give_initial_state
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.types import StateDictType
+from fullshard.dropin.patches import SharedPatch, replace
 from fullshard.engine.ownership import nested_units, units_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
 from fullshard.engine.parameters.names import clean_name
@@ -59,10 +59,6 @@ _entries_in_use: contextvars.ContextVar[tuple[nn.Module, list[tuple[str, Any]]] 
 # True while names are for optimizer state of wrappers, which uses FQNs without the prefix of compiled modules.
 _for_optimizers: contextvars.ContextVar[bool] = contextvars.ContextVar("_for_optimizers", default=False)
 
-_lock = threading.Lock()
-_enablers: set[object] = set()  # one per call that was not undone
-_undo = contextlib.ExitStack()  # restores the patched names
-
 
 def enable_torch_state_dict_functions() -> contextlib.ExitStack:
     """Make ``torch.distributed.checkpoint.state_dict`` support ``fullshard.FullyShardedDataParallel``.
@@ -79,25 +75,11 @@ def enable_torch_state_dict_functions() -> contextlib.ExitStack:
     Warns:
         UserWarning: If torch's module lacks one of the patched names. Nothing is changed then.
     """
-    enabler, undo = object(), contextlib.ExitStack()
-    with _lock:
-        if not _enablers:
-            _patch()
-        _enablers.add(enabler)
-    undo.callback(_disable, enabler)
-    return undo
+    return _shared.enable()
 
 
-def _disable(enabler: object) -> None:
-    with _lock:
-        _enablers.discard(enabler)
-        if not _enablers:
-            _undo.close()
-
-
-def _patch() -> None:
+def _patch(undo: contextlib.ExitStack) -> None:
     bound: dict[str, Any] = {
-        "FSDP": _class_of_both_engines,
         "_broadcast_state_dict": _keep_scalars,
         "_distribute_state_dict": _keep_scalars,
         "_get_fqns": _fqns,
@@ -110,27 +92,30 @@ def _patch() -> None:
         "_load_optim_state_dict": _load_optim,
         "_verify_options": _verify,
     }
-    missing = [name for name in bound if not hasattr(_module, name)]
+    missing = [name for name in ("FSDP", *bound) if not hasattr(_module, name)]
     if missing:
         warnings.warn(
             f"torch {torch.__version__} has no {', '.join(missing)} in {_module.__name__}, whose functions therefore "
             "cannot support fullshard.FullyShardedDataParallel; use its own state dicts, or fullshard.save and "
             "fullshard.load",
-            stacklevel=3,
+            stacklevel=4,
         )
         return
-    for name, ours in bound.items():
-        theirs = getattr(_module, name)
-        _set(_module, name, ours(theirs) if name == "FSDP" else functools.partial(ours, theirs))
+    replaced: dict[str, Any] = {name: functools.partial(ours, getattr(_module, name)) for name, ours in bound.items()}
+    replaced["FSDP"] = _class_of_both_engines(_module.FSDP)
     if hasattr(_module, "HYBRID_SHARDING_STRATEGIES"):  # from torch 2.13 on
         hybrid = (strategy for strategy in ShardingStrategy if strategy.hybrid)
-        _set(_module, "HYBRID_SHARDING_STRATEGIES", [*_module.HYBRID_SHARDING_STRATEGIES, *hybrid])
-    _set(WrapperState, "_fqn_modifiers", lambda _: {})
+        replaced["HYBRID_SHARDING_STRATEGIES"] = [*_module.HYBRID_SHARDING_STRATEGIES, *hybrid]
+    for name, value in replaced.items():
+        replace(undo, _module, name, value)
+    replace(undo, WrapperState, "_fqn_modifiers", _no_modifiers)
 
 
-def _set(holder: Any, name: str, value: Any) -> None:
-    _undo.callback(setattr, holder, name, getattr(holder, name))
-    setattr(holder, name, value)
+def _no_modifiers(_: nn.Module) -> dict[str, str]:
+    return {}
+
+
+_shared = SharedPatch(_patch)
 
 
 # ---------------------------------------------------------------- classes
@@ -183,7 +168,7 @@ def _as_ours(value: Any) -> Any:
         return None
     if type(value).__name__ == StateDictType.__name__:
         return StateDictType[value.name]
-    options = {each.name: getattr(value, each.name) for each in fields(value)}
+    options = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     return getattr(state_dict_types, type(value).__name__)(**options)
 
 
@@ -285,7 +270,7 @@ def _get_model(original: Function, model: nn.Module, info: Any) -> dict[str, Any
     if not info.ignore_frozen_params or not nested_units(model):
         state: dict[str, Any] = original(model, info)
         return state
-    state = original(model, replace(info, ignore_frozen_params=False))
+    state = original(model, dataclasses.replace(info, ignore_frozen_params=False))
     for fqn in _frozen(model):
         state.pop(fqn, None)
     return state
@@ -306,7 +291,7 @@ def _load_model(original: Function, model: nn.Module, state_dict: dict[str, Any]
     whole = info.full_state_dict or info.broadcast_from_rank0
     if wrapped and not info.broadcast_from_rank0 and not (whole and rows):
         with _using_entries(model, _original_entries(model)):  # wrappers load unsharded values
-            return original(model, state_dict, replace(info, full_state_dict=False))
+            return original(model, state_dict, dataclasses.replace(info, full_state_dict=False))
     if whole and info.strict and not info.broadcast_from_rank0 and state_dict:
         _check_complete(model, state_dict, info)
     if not wrapped:
@@ -375,7 +360,7 @@ def _load_optim(
             for optimizer in optimizers:
                 give_initial_state(optimizer)
                 nested = _module._unflatten_optim_state_dict(optimizer, state_dict, info) if state_dict else {}
-                original(model, (optimizer,), nested, replace(info, flatten_optimizer_state_dict=False))
+                original(model, (optimizer,), nested, dataclasses.replace(info, flatten_optimizer_state_dict=False))
         else:
             original(model, optimizers, state_dict, info)
     except BaseException:

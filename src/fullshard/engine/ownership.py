@@ -31,7 +31,6 @@ __all__ = [
     "all_modules",
     "check_owned",
     "claim_parameters",
-    "clear_unit",
     "holders_of",
     "holding",
     "nested_units",
@@ -57,15 +56,6 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
     module.__dict__[_UNIT] = unit
     for holder in holders_of(unit):
         holder.__dict__[_HOLDING] = _Holding(holder.__dict__.get(_HOLDING, {}) | {id(unit): unit})
-
-
-def clear_unit(module: nn.Module, holders: Iterable[nn.Module]) -> None:
-    """Detach the unit of a module, which ``holders`` hold parameters of, or did before another unit took them."""
-    unit = module.__dict__.pop(_UNIT)
-    for holder in holders:
-        held: dict[int, Unit] = holder.__dict__.get(_HOLDING, {})
-        if held.pop(id(unit), None) is not None and not held:
-            del holder.__dict__[_HOLDING]
 
 
 class _Holding(dict[int, Unit]):

@@ -24,7 +24,7 @@ from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.parameters.spmd_types import SpmdTypes
 from fullshard.layout import Granularity
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from fullshard.wrap.tree import has_forward
+from fullshard.wrap.tree import check_all, has_forward
 
 __all__ = [
     "GranularityChoice",
@@ -134,16 +134,7 @@ def ignored_parameters(api: str, ignored: Iterable[nn.Parameter] | None) -> list
     Raises:
         TypeError: If it is not an iterable of parameters.
     """
-    if isinstance(ignored, torch.Tensor) or not isinstance(ignored, (Iterable, type(None))):
-        raise TypeError(f"{api}: ignored_params: expected a set or list of parameters, found {type(ignored).__name__}")
-    found = list(ignored or ())
-    for parameter in found:
-        if not isinstance(parameter, nn.Parameter):
-            raise TypeError(
-                f"{api}: ignored_params: expected parameters, found a {type(parameter).__name__}; "
-                "pass module.parameters() to ignore a module"
-            )
-    return found
+    return check_all(f"{api}: ignored_params", () if ignored is None else ignored, nn.Parameter)
 
 
 def check_parameters(api: str, subtree: Subtree, ignored: Iterable[nn.Parameter]) -> None:

@@ -17,13 +17,12 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _LEAST_OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB
 
 @dataclass(eq=False)
 class _Chunk:
-    """A part of a segment, between its neighbors."""
+    """A part of a segment."""
 
     nbytes: int
     pool: tuple[int, bool]  # number of a stream, and whether it is for small requests
+    segment: list[_Chunk]  # all its parts, in the order of addresses
     free: bool = False
-    before: _Chunk | None = None
-    after: _Chunk | None = None
 
 
 class CachingAllocator:
@@ -51,34 +50,28 @@ class CachingAllocator:
         if place < len(pool):
             chunk = pool.pop(place)[2]
         else:
-            segment = _segment(size)
-            self.reserved += segment
-            chunk = _Chunk(segment, (stream, small))
+            nbytes = _segment(size)
+            self.reserved += nbytes
+            chunk = _Chunk(nbytes, (stream, small), [])
+            chunk.segment.append(chunk)
         chunk.free = False
         left = chunk.nbytes - size
         if left >= _ROUND if small else left > _SMALL:
-            rest = _Chunk(left, chunk.pool, before=chunk, after=chunk.after)
-            if chunk.after is not None:
-                chunk.after.before = rest
-            chunk.after, chunk.nbytes = rest, size
+            rest = _Chunk(left, chunk.pool, chunk.segment)
+            chunk.segment.insert(chunk.segment.index(chunk) + 1, rest)
+            chunk.nbytes = size
             self._put(rest)
         return chunk
 
     def free(self, chunk: _Chunk) -> None:
-        """Take a block back."""
-        for other in (chunk.before, chunk.after):
-            if other is not None and other.free:
-                pool = self._free[chunk.pool]
+        """Take a block back, and join it with free neighbors."""
+        segment, pool = chunk.segment, self._free[chunk.pool]
+        place = segment.index(chunk)
+        for other in segment[max(place - 1, 0) : place + 2]:
+            if other.free:
                 pool.pop(next(at for at, each in enumerate(pool) if each[2] is other))
+                segment.remove(other)
                 chunk.nbytes += other.nbytes
-                if other is chunk.before:
-                    chunk.before = other.before
-                    if chunk.before is not None:
-                        chunk.before.after = chunk
-                else:
-                    chunk.after = other.after
-                    if chunk.after is not None:
-                        chunk.after.before = chunk
         self._put(chunk)
 
     def _put(self, chunk: _Chunk) -> None:

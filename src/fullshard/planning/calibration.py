@@ -9,15 +9,13 @@ since a step comes to each of them once, and does not find it in a cache.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.comm import CommRequest, GlooTransport, Operand
 from fullshard.errors import FullshardError
 from fullshard.memory import Work, wait_for_all
-from fullshard.planning.cluster import Cluster, Link
+from fullshard.planning.cluster import Cluster, Link, cluster_of, to_toml
 
 __all__ = ["calibrate"]
 
@@ -69,26 +67,33 @@ def calibrate(ranks: int = 1, *, seconds: float = SECONDS) -> Cluster:
             f"{ranks}"
         )
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(_threads(ranks))}
-        command = [sys.executable, "-m", _MODULE, folder, str(seconds), str(ranks)]
-        processes = [
-            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
+        file = Path(folder) / "cluster.toml"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        _run([*torchrun, "-m", _MODULE, str(file), str(seconds)], _threads(ranks))
+        return cluster_of(file)
+
+
+def _run(command: list[str], threads: int) -> None:
+    """Run torchrun until its ranks have ended.
+
+    Raises:
+        FullshardError: If one fails, or all take too long.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            _wait_for(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-                assert process.stderr is not None
-                process.stderr.close()
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    return _cluster(found, ranks)
+            said = process.communicate(timeout=TIME_LIMIT)[1]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # then it ends its ranks
+            raise FullshardError(
+                f"calibrate: expected all ranks to be through in {TIME_LIMIT:.0f} s, they are not; is the machine busy?"
+            ) from None
+    if process.returncode:
+        raise FullshardError(f"calibrate: expected all ranks to succeed, found:\n{said.strip()[-4000:]}")
 
 
 def _of_this_job(ranks: int, seconds: float) -> Cluster:
-    """The nodes on which torchrun has started this process and others."""
+    """Measure the nodes on which torchrun has started this process and others."""
     world, on_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if ranks not in (1, world) or world % on_node:
         raise FullshardError(
@@ -107,32 +112,12 @@ def _of_this_job(ranks: int, seconds: float) -> Cluster:
 
 
 def _threads(ranks: int) -> int:
-    """Threads of a rank: all cores are shared out, as by launchers that are told to."""
+    """Return the threads of a rank: all cores are shared out, as by launchers that are told to."""
     return int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks)))
 
 
-def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
-    end = time.monotonic() + TIME_LIMIT
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed:
-            break
-        if time.monotonic() > end:
-            late = [str(rank) for rank, process in enumerate(processes) if process.poll() is None]
-            raise FullshardError(
-                f"calibrate: expected all ranks to be through in {TIME_LIMIT:.0f} s, ranks {', '.join(late)} are not; "
-                "is the machine busy?"
-            )
-        time.sleep(0.05)
-    for rank, process in enumerate(processes):
-        if process.poll():
-            assert process.stderr is not None
-            last = (process.stderr.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-            raise FullshardError(f"calibrate: rank {rank} failed: {last}")
-
-
 def _cluster(found: list[dict[str, Any]], ranks: int) -> Cluster:
-    """The figures of all ranks as a cluster of nodes with so many each: the median of each figure."""
+    """Return the figures of all ranks as a cluster of nodes with so many each: the median of each figure."""
 
     def median(name: str) -> float:
         return float(statistics.median(each[name] for each in found))
@@ -356,25 +341,11 @@ def _all_gather(
     return run
 
 
-@contextmanager
-def _group(folder: Path, rank: int, ranks: int) -> Iterator[None]:
-    if ranks == 1:
-        yield
-        return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(rank)
-    store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(store=store, rank=rank, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _main(folder: str, seconds: str, ranks: str, rank: str) -> None:
-    with _group(Path(folder), int(rank), int(ranks)):
-        found = _measured(int(ranks), float(seconds), int(ranks))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+def _main(file: str, seconds: str) -> None:
+    """Measure on a rank that ``calibrate`` has started; the first one writes the cluster to a file."""
+    cluster = _of_this_job(1, float(seconds))
+    if os.environ["RANK"] == "0":
+        Path(file).write_text(to_toml(cluster), encoding="utf-8")
 
 
 if __name__ == "__main__":

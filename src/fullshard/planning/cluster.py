@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from fullshard.errors import FullshardError
+from fullshard.planning.simulation.network import Link, is_number
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,35 +26,6 @@ __all__ = ["EFFICIENCY", "MEASURED_BYTES", "PRESETS", "Cluster", "Link", "cluste
 GIB = 2**30
 # Of GPUs, if a cluster does not say otherwise: round figures, not measured by us.
 EFFICIENCY: Mapping[str, float] = {"matmul": 0.7, "attention": 0.5, "memory": 0.8, "function": 0.7}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0  # which NaN is not
-
-
-@dataclass(frozen=True)
-class Link:
-    """What collectives cost among some ranks: ``latency + bytes / bandwidth``.
-
-    Attributes:
-        bandwidth: Bytes per second that a rank receives in a large collective. Between nodes over gloo: that a node
-            receives, for a byte crosses the network once for all of its ranks.
-        latency: Seconds of the smallest one.
-        hop_latency: Seconds more each time that the number of ranks doubles.
-        all_reduce_bandwidth: Of each of the two passes of an all-reduce; 0: as above.
-        all_reduce_latency: Of each of them.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
-    hop_latency: float = 0.0
-    all_reduce_bandwidth: float = 0.0
-    all_reduce_latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        wrong = {name: value for name, value in dataclasses.asdict(self).items() if not _is_number(value)}
-        if wrong or not self.bandwidth:
-            raise ValueError(f"link: expected numbers of at least 0, and a bandwidth, found {wrong or self.bandwidth}")
 
 
 @dataclass(frozen=True)
@@ -103,10 +75,10 @@ class Cluster:
     def __post_init__(self) -> None:
         positive = {name: getattr(self, name) for name in ("memory", "bandwidth", "node", "bus")} | dict(self.flops)
         wrong: dict[str, object] = {
-            name: value for name, value in positive.items() if not _is_number(value) or not value
+            name: value for name, value in positive.items() if not is_number(value) or not value
         }
         others = ("op_seconds", "kernel_seconds", "contention", "calibrated")
-        wrong |= {name: getattr(self, name) for name in others if not _is_number(getattr(self, name))}
+        wrong |= {name: getattr(self, name) for name in others if not is_number(getattr(self, name))}
         wrong |= {} if isinstance(self.node, int) else {"node": self.node}
         wrong |= {} if self.backend in ("nccl", "gloo", "collective") else {"backend": self.backend}
         if wrong or not self.flops or self.device not in ("accelerator", "cpu"):
@@ -115,7 +87,7 @@ class Cluster:
                 f"that is 'accelerator' or 'cpu', found {wrong or dict(self.flops) or self.device!r}"
             )
         shares = self.efficiency if isinstance(self.efficiency, Mapping) else {"efficiency": self.efficiency}
-        unknown = {name: value for name, value in shares.items() if name not in EFFICIENCY or not _is_number(value)}
+        unknown = {name: value for name, value in shares.items() if name not in EFFICIENCY or not is_number(value)}
         if unknown or not all(shares.values()) or self.contention > 1:
             raise ValueError(
                 f"cluster {self.name!r}: expected positive efficiencies of {', '.join(EFFICIENCY)} and a contention "

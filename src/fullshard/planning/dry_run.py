@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import os
 import sys
@@ -69,13 +70,7 @@ class _ClusterNetwork(Network):
         link = self.cluster.link(len(ranks), stride)
         inside = (len(ranks) - 1) * stride < self.cluster.node
         return Network(
-            link.bandwidth,
-            link.latency,
-            link.hop_latency,
-            like=self.like,
-            fills=False,
-            link="inner" if inside else "outer",
-            all_reduce=(link.all_reduce_bandwidth, link.all_reduce_latency) if link.all_reduce_bandwidth else None,
+            **dataclasses.asdict(link), like=self.like, fills=False, link_name="inner" if inside else "outer"
         )
 
 
@@ -88,7 +83,7 @@ class Step:
         flops: Of matrix multiplications and attention, on this rank.
         computation: Seconds of kernels on the compute stream.
         resting: Bytes between steps.
-        reserved: Bytes that a caching allocator has reserved.
+        reserved: Bytes that a caching allocator has reserved; on a CPU, those of tensors at the peak.
         peak: The moment with most memory.
         begun: When it began, by the trace's clock.
         held: Bytes at its begin, by what they are for.
@@ -315,11 +310,13 @@ def dry_run(
         if offload_optimizer:
             seconds += ledger.leave_out(_KINDS["optimizer step"]) / cluster.bus  # there and back at the same time
         changes = [(run.seconds(change.moment) - begun, change) for change in ledger.changes[first:]]
+        peak = ledger.peak(first)
+        storages = [*sharded, *((each.storage, each.nbytes, each.stream) for each in ledger.changes[built:])]
         return Step(
             seconds, run.costs.flops - flops, run.computation - computed,
             sum(change.nbytes for change in ledger.changes[:first]),
-            reserved_bytes([*sharded, *((each.storage, each.nbytes, each.stream) for each in ledger.changes[built:])]),
-            ledger.peak(first), begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
+            peak.nbytes if cluster.device == "cpu" else reserved_bytes(storages),
+            peak, begun, ledger.held(first), changes, trace, sorted(run.costs.unknown),
             {kind: taken - kinds.get(kind, 0.0) for kind, taken in run.costs.kinds.items()},
             bool(run.autocasts),
         )  # fmt: skip

@@ -53,13 +53,11 @@ class Peak:
         nbytes: Allocated then.
         where: Phase, and FQN of the unit.
         parts: Bytes by what they are for, the largest first.
-        index: Of the change that made it.
     """
 
     nbytes: int
     where: tuple[str, str]
     parts: Mapping[str, int]
-    index: int
 
 
 @dataclass
@@ -122,16 +120,16 @@ class Ledger:
         """Return numbers and bytes of the storages that exist."""
         return [(number, nbytes) for number, nbytes, _ in self._known.values() if nbytes]
 
-    def peak(self, first: int, last: int | None = None) -> Peak:
-        """Return the moment with most memory among the changes from ``first`` to ``last``."""
+    def peak(self, first: int) -> Peak:
+        """Return the moment with most memory among the changes from ``first`` on."""
         total = highest = sum(change.nbytes for change in self.changes[:first])
         at = first - 1
-        for index, change in enumerate(self.changes[first:last], first):
+        for index, change in enumerate(self.changes[first:], first):
             total += change.nbytes
             if total > highest:
                 highest, at = total, index
         ordered = dict(sorted(self.held(at + 1).items(), key=lambda each: -each[1]))
-        return Peak(highest, self.changes[at].where, ordered, at)
+        return Peak(highest, self.changes[at].where, ordered)
 
     def held(self, count: int) -> dict[str, int]:
         """Return bytes by what they are for, after so many changes."""

@@ -52,7 +52,7 @@ class PlannedStep:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the caching allocator of a GPU has taken from the device; those of tensors on a CPU."""
-        return self.step.reserved if self.cluster.device != "cpu" else self.allocated_bytes
+        return self.step.reserved
 
     @property
     def fits(self) -> bool:

@@ -112,7 +112,7 @@ class _Estimates:
         if self._shorter and not found.error and abs(found.seconds / full.seconds - 1) > SAME:
             self._shorter, self._found = [], {}
             return False
-        self._more *= max(1.0, self._bytes(full) / found.reserved) if not found.error else 1.0
+        self._more *= max(1.0, full.reserved / found.reserved) if not found.error else 1.0
         return True
 
     def _made(self, choices: Choices) -> _Estimate:
@@ -124,7 +124,7 @@ class _Estimates:
             else:
                 return self._continued(few, more)
         step = self._run(self._model, choices)
-        return _Estimate(step.seconds, self._bytes(step), self._cluster.usable)
+        return _Estimate(step.seconds, step.reserved, self._cluster.usable)
 
     def _continued(self, few: Step, more: Step) -> _Estimate:
         """Draw the line. Of memory, one for each phase, since another one may have the peak in the whole model.
@@ -134,11 +134,8 @@ class _Estimates:
         distance = (self._blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
         peaks, before = more.peaks(), few.peaks()
         most = max(before.get(phase, 0) + distance * (peak - before.get(phase, 0)) for phase, peak in peaks.items())
-        beyond = self._bytes(more) - more.peak.nbytes
+        beyond = more.reserved - more.peak.nbytes
         return _Estimate(few.seconds + distance * (more.seconds - few.seconds), most + beyond, self._cluster.usable)
-
-    def _bytes(self, step: Step) -> int:
-        return step.peak.nbytes if self._cluster.device == "cpu" else step.reserved
 
 
 def search(

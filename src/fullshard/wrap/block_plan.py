@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -147,7 +148,7 @@ def _by_size(
 
     plan = plan_for(policy, tree.root, ignored_params=ignored, root_kwargs=kwargs, sharded=sharded)
     reason = f"units by size, of at least {least:,} elements: no list of repeated blocks was found"
-    return WrapPlan(plan.root, plan.entries, plan.units, reason)
+    return dataclasses.replace(plan, reason=reason)
 
 
 def _reason(tree: ModuleTree, lists: list[BlockList]) -> str:

@@ -89,7 +89,7 @@ class WrapPlan:
         Returns:
             The plan.
         """
-        entries = tuple(_entries(tree, targets))
+        entries = _entries(tree, targets)
         root = WrapEntry("", tree.root, dict(root_kwargs))
         return cls(tree.root, entries, _units(tree, (*entries, root)), reason)
 
@@ -154,7 +154,7 @@ class WrapPlan:
     def apply(self, wrap: WrapFunction) -> None:
         """Wrap every entry, children before parents.
 
-        If a call raises, all modules are restored. Changes to modules in place are not undone.
+        A call that raises ends it; what was wrapped before stays wrapped.
 
         Args:
             wrap: Called with a module, its keyword arguments and the parameters that it must leave out. The result
@@ -176,49 +176,34 @@ class WrapPlan:
         owned_by_ancestor = [
             frozenset(_owned_by_ancestor(unit)) for unit in self.units[:-1]
         ]  # before modules change in place
-        replaced: list[WrapEntry] = []
-        try:
-            for entry, left_out in zip(self.entries, owned_by_ancestor, strict=True):
-                if entry.others:
-                    wrap(list(entry.modules), dict(entry.kwargs), left_out)
-                    continue
-                new = wrap(entry.module, dict(entry.kwargs), left_out)
-                if not isinstance(new, nn.Module):
-                    raise TypeError(
-                        f"wrap plan: expected a module in place of {entry.name!r}, found a {type(new).__name__}"
-                    )
-                if new is not entry.module:
-                    replaced.append(entry)
-                    _put(places[entry.module], new)
-        except BaseException:
-            for entry in replaced:
-                _put(places[entry.module], entry.module)
-            raise
+        for entry, left_out in zip(self.entries, owned_by_ancestor, strict=True):
+            if entry.others:
+                wrap(list(entry.modules), dict(entry.kwargs), left_out)
+                continue
+            new = wrap(entry.module, dict(entry.kwargs), left_out)
+            if not isinstance(new, nn.Module):
+                raise TypeError(
+                    f"wrap plan: expected a module in place of {entry.name!r}, found a {type(new).__name__}"
+                )
+            for holder, name in places[entry.module] if new is not entry.module else ():
+                holder._modules[name] = new  # not by setattr, which containers and compiled modules override
 
 
-def _entries(tree: ModuleTree, targets: WrapTargets) -> Iterator[WrapEntry]:
-    """Yield the entries, each after all modules below it: a unit of several modules after the last of them."""
-    group_of: dict[nn.Module, tuple[nn.Module, ...]] = {}
-    for target in targets:
-        members = tuple(module for module in _members(target) if tree.wrappable(module))
+def _entries(tree: ModuleTree, targets: WrapTargets) -> tuple[WrapEntry, ...]:
+    """Return the entries, each after all modules below it: a unit of several modules after the last of them."""
+    place = {module: index for index, module in enumerate(tree.modules)}
+    entries: dict[int, WrapEntry] = {}  # by the place of the last module
+    seen: set[nn.Module] = set()
+    for target, kwargs in targets.items():
+        members = tuple(filter(tree.wrappable, target if isinstance(target, tuple) else (target,)))
         for module in members:
-            if module in group_of:
+            if module in seen:
                 raise ValueError(f"wrap plan: expected each module in one unit, found {tree.name(module)!r} in two")
-            group_of[module] = members
-    kwargs = {module: chosen for target, chosen in targets.items() for module in _members(target)}
-    missing: dict[int, int] = {}  # modules of a group that are not reached yet
-    for module in tree.modules:
-        if module not in group_of:
-            continue
-        group = group_of[module]
-        missing[id(group)] = missing.get(id(group), len(group)) - 1
-        if not missing[id(group)]:
-            name = " + ".join(map(tree.name, group))
-            yield WrapEntry(name, group[0], kwargs[module], group[1:])
-
-
-def _members(target: Any) -> tuple[nn.Module, ...]:
-    return target if isinstance(target, tuple) else (target,)
+            seen.add(module)
+        if members:
+            name = " + ".join(map(tree.name, members))
+            entries[max(place[module] for module in members)] = WrapEntry(name, members[0], kwargs, members[1:])
+    return tuple(entry for _, entry in sorted(entries.items()))
 
 
 def _owned_by_ancestor(unit: PlannedUnit) -> Iterator[nn.Parameter]:
@@ -234,12 +219,6 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
             if child is not None:
                 places.setdefault(child, []).append((holder, name))
     return places
-
-
-def _put(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
-    # Not by setattr, which containers and compiled modules override.
-    for holder, name in places:
-        holder._modules[name] = module
 
 
 def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUnit, ...]:

@@ -1,8 +1,8 @@
 """Policies that select the modules that become separate units.
 
-A policy is an object (``Policy``), or a callable that is traversal ``policy(module=, recurse=,
-nonwrapped_numel=)`` on the way down (``recurse=True``: recurse into this module?) and on the way up (``recurse=False``:
-wrap it?), with the number of elements in the module that are not ignored and not wrapped yet.
+A policy is an object (``Policy``), or a callable that is called as ``policy(module=, recurse=, nonwrapped_numel=)`` on
+the way down (``recurse=True``: recurse into this module?) and on the way up (``recurse=False``: wrap it?), with the
+number of elements in the module that are not ignored and not wrapped yet.
 
 A parameter that a module shares with modules elsewhere does not count for it: it could not own it. So the number is the
 size of the unit if the module is wrapped. See [Note: Owner of a shared parameter].
@@ -11,14 +11,14 @@ size of the unit if the module is wrapped. See [Note: Owner of a shared paramete
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from fullshard.engine.ownership import all_modules
 from fullshard.wrap.plan import WrapPlan, WrapTargets
-from fullshard.wrap.tree import ModuleTree, TreeParameter
+from fullshard.wrap.tree import ModuleTree, TreeParameter, check_all
 
 __all__ = [
     "CustomPolicy",
@@ -56,44 +56,6 @@ class Policy(ABC):
             Arguments by module.
         """
 
-    def plan(
-        self,
-        root: nn.Module,
-        *,
-        ignored_modules: Iterable[nn.Module] = (),
-        ignored_params: Iterable[nn.Parameter] = (),
-        root_kwargs: Mapping[str, Any] | None = None,
-        sharded: Callable[[nn.Module], bool] | None = None,
-    ) -> WrapPlan:
-        """Plan the units of ``root`` without changing it.
-
-        Args:
-            root: The model. No policy wraps the root itself.
-            ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
-            ignored_params: Parameters that are not sharded and not counted.
-            root_kwargs: Arguments of the root. Each module gets a shallow copy, which the policy may override.
-            sharded: Returns True for modules that are already sharded. They are skipped, with all their children. None:
-                no module is.
-
-        Returns:
-            The plan; ``print(plan)`` shows it.
-
-        Raises:
-            TypeError: If an argument has the wrong type.
-            ValueError: If the policy selects a module that is not a submodule of ``root``, or returns an invalid value.
-        """
-        tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
-        kwargs = dict(root_kwargs or {})
-        known = set(all_modules(root))
-        left_alone = {module for module in known if module is not root and not tree.wrappable(module)}
-        targets = self._run_policy(root, left_alone, kwargs)
-        for module in targets:
-            if module not in known:
-                raise ValueError(
-                    f"{type(self).__name__} selected a {type(module).__name__} that is not a submodule of the root"
-                )
-        return WrapPlan.of(tree, targets, kwargs)
-
 
 _Policy = Policy  # the name in torch
 
@@ -127,7 +89,7 @@ class ModuleWrapPolicy(Policy):
     _module_classes: frozenset[type]
 
     def __init__(self, module_classes: Iterable[type]) -> None:
-        self._module_classes = frozenset(_classes("ModuleWrapPolicy: module_classes", module_classes))
+        self._module_classes = frozenset(check_all("ModuleWrapPolicy: module_classes", module_classes, type))
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -399,23 +361,35 @@ def plan_for(
         print(plan)  # one row per unit: class, elements, unsharded bytes, notes
         ```
     """
-    options = {"ignored_modules": ignored_modules, "ignored_params": ignored_params, "sharded": sharded}
-    if isinstance(policy, Policy):
-        return policy.plan(root, root_kwargs=root_kwargs, **options)  # type: ignore[arg-type]
     kwargs = dict(root_kwargs or {})
-    if isinstance(policy, (WrapPlan, Mapping)):
+    tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
+    reason = ""
+    if isinstance(policy, Policy):
+        targets = _selected(policy, tree, kwargs)
+    elif isinstance(policy, (WrapPlan, Mapping)):
         reason = policy.reason if isinstance(policy, WrapPlan) else ""
         targets = {target: {**kwargs, **own} for target, own in _checked_targets(policy, root).items()}
-        return WrapPlan.of(ModuleTree(root, ignored_modules, ignored_params, sharded), targets, kwargs, reason)
-    if not callable(policy) or isinstance(policy, type):
+    elif callable(policy) and not isinstance(policy, type):
+        targets = {module: dict(kwargs) for module in _chosen(policy, tree, root, {root}, set())}
+    else:
         raise TypeError(
             "auto_wrap_policy: expected a Policy (ModuleWrapPolicy, CustomPolicy) or a callable "
             f"(module=, recurse=, nonwrapped_numel=) -> bool, found {policy!r}"
         )
-    tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
-    traversal = _PolicyTraversal(policy, tree)
-    traversal.traverse(root)
-    return WrapPlan.of(tree, {module: dict(kwargs) for module in traversal.chosen}, kwargs)
+    return WrapPlan.of(tree, targets, kwargs, reason)
+
+
+def _selected(policy: Policy, tree: ModuleTree, kwargs: dict[str, Any]) -> WrapTargets:
+    """Return the modules that a policy object selects, with their arguments."""
+    known = set(all_modules(tree.root))
+    left_alone = {module for module in known if module is not tree.root and not tree.wrappable(module)}
+    targets = policy._run_policy(tree.root, left_alone, kwargs)
+    for module in targets:
+        if module not in known:
+            raise ValueError(
+                f"{type(policy).__name__} selected a {type(module).__name__} that is not a submodule of the root"
+            )
+    return targets
 
 
 def _checked_targets(plan: WrapPlan | WrapTargets, root: nn.Module) -> WrapTargets:
@@ -435,43 +409,29 @@ def _checked_targets(plan: WrapPlan | WrapTargets, root: nn.Module) -> WrapTarge
     return targets
 
 
-class _PolicyTraversal:
-    """Calls a policy function for all modules of a tree."""
+def _chosen(
+    policy: PolicyFunction,
+    tree: ModuleTree,
+    module: nn.Module,
+    seen: set[nn.Module],
+    wrapped: set[TreeParameter],
+) -> Iterator[nn.Module]:
+    """Yield the modules at and below ``module`` that a policy function wraps, children first.
 
-    chosen: list[nn.Module]
-    _policy: PolicyFunction
-    _tree: ModuleTree
-    _seen: set[nn.Module]
-    _wrapped: set[TreeParameter]
-
-    def __init__(self, policy: PolicyFunction, tree: ModuleTree) -> None:
-        self._policy, self._tree = policy, tree
-        self.chosen = []
-        self._seen, self._wrapped = {tree.root}, set()
-
-    def traverse(self, module: nn.Module) -> None:
-        held = self._tree.inside(module)
-        if not self._call(module, True, held):
-            return
-        for child in self._tree.children(module):
-            if child not in self._seen and self._tree.wrappable(child):
-                self._seen.add(child)
-                self.traverse(child)
-        rest = [parameter for parameter in held if parameter not in self._wrapped]
-        if module is not self._tree.root and self._call(module, False, rest):
-            self.chosen.append(module)
-            self._wrapped.update(rest)
-
-    def _call(self, module: nn.Module, recurse: bool, parameters: list[TreeParameter]) -> bool:
-        numel = sum(parameter.parameter.numel() for parameter in parameters)
-        return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+    Adds to ``seen`` the modules that it was asked about, and to ``wrapped`` the parameters of those that it wraps.
+    """
+    held = tree.inside(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(held)):
+        return
+    for child in tree.children(module):
+        if child not in seen and tree.wrappable(child):
+            seen.add(child)
+            yield from _chosen(policy, tree, child, seen, wrapped)
+    rest = [parameter for parameter in held if parameter not in wrapped]
+    if module is not tree.root and policy(module=module, recurse=False, nonwrapped_numel=_numel(rest)):
+        wrapped.update(rest)
+        yield module
 
 
-def _classes(argument: str, classes: Iterable[type]) -> list[type]:
-    if isinstance(classes, (str, type)) or not isinstance(classes, Iterable):
-        raise TypeError(f"{argument}: expected an iterable of classes, found {classes!r}")
-    found = list(classes)
-    for cls in found:
-        if not isinstance(cls, type):
-            raise TypeError(f"{argument}: expected classes, found {cls!r:.100}")
-    return found
+def _numel(parameters: list[TreeParameter]) -> int:
+    return sum(parameter.parameter.numel() for parameter in parameters)

@@ -20,7 +20,7 @@ from torch import nn
 
 from fullshard.engine.ownership import all_modules
 
-__all__ = ["ModuleTree", "TreeParameter", "has_forward"]
+__all__ = ["ModuleTree", "TreeParameter", "check_all", "has_forward"]
 
 _T = TypeVar("_T")
 
@@ -77,17 +77,18 @@ class ModuleTree:
         ignored_params: Iterable[nn.Parameter] = (),
         sharded: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        _check_all("root", [root], nn.Module)
+        check_all("root", [root], nn.Module)
         self.root = root
         self._ignored = {
-            below for module in _check_all("ignored_modules", ignored_modules, nn.Module) for below in module.modules()
+            below for module in check_all("ignored_modules", ignored_modules, nn.Module) for below in module.modules()
         }
-        ignored = set(_check_all("ignored_params", ignored_params, nn.Parameter))
+        ignored = set(check_all("ignored_params", ignored_params, nn.Parameter))
         ignored |= {p for module in self._ignored for p in module._parameters.values() if p is not None}
         self._closed = set() if sharded is None else _closed(root, sharded)
-        self._children = {}
-        self.modules = tuple(self._post_order())
-        self._names = self._all_names()
+        self._children, self._names = {}, {}
+        self.modules = tuple(self._post_order(root))
+        for name, module in self._paths("", root, frozenset()):
+            self._names.setdefault(module, []).append(name)
         self.parameters = tuple(self._all_parameters(ignored))
 
     def wrappable(self, module: nn.Module) -> bool:
@@ -122,46 +123,23 @@ class ModuleTree:
                 inside[module].append(parameter)
         return inside
 
-    def _enter(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Note the children of a module that the tree comes to, and iterate over them."""
-        own, closed = module._modules, self._closed
-        found = [(name, child) for name, child in own.items() if child is not None and child not in closed]
-        self._children[module] = found
-        return iter(found)
+    def _post_order(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the modules at and below one, children first, and note their children."""
+        closed = self._closed
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        self._children[module] = [(name, child) for name, child in children if child not in closed]
+        for _, child in self._children[module]:
+            if child not in self._children:
+                yield from self._post_order(child)
+        yield module
 
-    def _post_order(self) -> list[nn.Module]:
-        # Loops with stacks, here and below: a recursive nested function is a reference cycle that keeps the module
-        # alive.
-        found: list[nn.Module] = []
-        seen = {self.root}
-        stack = [(self.root, self._enter(self.root))]
-        while stack:
-            module, children = stack[-1]
-            for _, child in children:
-                if child not in seen:
-                    seen.add(child)
-                    stack.append((child, self._enter(child)))
-                    break
-            else:
-                found.append(module)
-                stack.pop()
-        return found
-
-    def _all_names(self) -> dict[nn.Module, list[str]]:
-        """Return every name of every module, with modules in the order of ``modules()``."""
-        names: dict[nn.Module, list[str]] = {}
-        start: tuple[str, nn.Module, frozenset[nn.Module]] = ("", self.root, frozenset())
-        stack = [start]
-        while stack:
-            name, module, above = stack.pop()
-            names.setdefault(module, []).append(name)
-            above |= {module}
-            stack += [
-                (_join(name, key), child, above)
-                for key, child in reversed(self._children[module])
-                if child not in above  # a module may contain one of its ancestors
-            ]
-        return names
+    def _paths(self, name: str, module: nn.Module, above: frozenset[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every name of every module at and below one, in the order of ``named_modules()``."""
+        yield name, module
+        above |= {module}
+        for key, child in self._children[module]:
+            if child not in above:  # a module may contain one of its ancestors
+                yield from self._paths(_join(name, key), child, above)
 
     def _all_parameters(self, ignored: set[nn.Parameter]) -> Iterator[TreeParameter]:
         holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -217,11 +195,17 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _check_all(argument: str, values: Iterable[_T], expected: type[_T]) -> list[_T]:
+def check_all(argument: str, values: Iterable[_T], *expected: type) -> list[_T]:
+    """Return ``values`` as a list.
+
+    Raises:
+        TypeError: If it is no iterable, or contains something of none of the ``expected`` types.
+    """
+    names = " or ".join(kind.__name__ for kind in expected)
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
-        raise TypeError(f"{argument}: expected an iterable of {expected.__name__}, found a {type(values).__name__}")
+        raise TypeError(f"{argument}: expected an iterable of {names}, found a {type(values).__name__}")
     found = list(values)
     for value in found:
         if not isinstance(value, expected):
-            raise TypeError(f"{argument}: expected {expected.__name__}, found a {type(value).__name__}: {value!r:.100}")
+            raise TypeError(f"{argument}: expected {names}, found a {type(value).__name__}: {value!r:.100}")
     return found

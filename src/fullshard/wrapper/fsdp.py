@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
-from fullshard.engine.runtime import current_runtime, each_runtime, runtime_of
+from fullshard.engine.runtime import Runtime, current_runtime, each_runtime, runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
@@ -34,11 +34,10 @@ from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.ranks.agreement import raised_on_all
 from fullshard.ranks.groups import data_parallel_groups
-from fullshard.wrap import Policy, PolicyFunction, WrapPlan
+from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper.auto_wrap import plan_wrappers
 from fullshard.wrapper.initialization import Initializer, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
-from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
 from fullshard.wrapper.summon import WrapperSummon
@@ -87,7 +86,8 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If arguments contradict each other or the module. The module is then unchanged.
+        ValueError: If arguments, or what the policy chooses, contradict each other or the module. Nothing is wrapped
+            then.
 
     Example:
         ```python
@@ -157,38 +157,19 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         ignored = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
         check_parameters(API, Subtree.of([module]), ignored[1])
+        initializer = Initializer(module, *ignored)
         # What initializes modules is the user's, and may leave garbage as large as the model.
         with contextlib.nullcontext() if auto_wrap_policy is None or param_init_fn is not None else collection_paused():
-            self._wrap(module, auto_wrap_policy, arguments, options, *ignored)
+            if auto_wrap_policy is not None:
+                plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, *ignored, options)
 
-    def _wrap(
-        self,
-        module: nn.Module,
-        auto_wrap_policy: Policy | PolicyFunction | None,
-        arguments: dict[str, Any],
-        options: WrapperOptions,
-        modules: set[nn.Module],
-        parameters: set[nn.Parameter],
-    ) -> None:
-        """Wrap the modules that the policy selects inside of ``module``, and make this the wrapper of ``module``."""
-        plan: WrapPlan | None = None
-        chosen: dict[nn.Module, WrapperOptions] = {}
-        if auto_wrap_policy is not None:
-            plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
-        initializer = Initializer(module, modules, parameters)
+                def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
+                    child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                    nn.Module.__init__(child)
+                    child._set_up(inner, chosen[inner], initializer, left_out)
+                    return child
 
-        with rollback_on_failure(module) as made:
-
-            def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
-                child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-                nn.Module.__init__(child)
-                made.append(child)
-                child._set_up(inner, chosen[inner], initializer, left_out)
-                return child
-
-            if plan is not None:
                 plan.apply(wrap)
-            made.append(self)
             self._set_up(module, options, initializer, frozenset())
 
     def _set_up(
@@ -238,39 +219,33 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         Returns:
             The output of the wrapped module.
         """
-        if computes_on_copies(unit_at(self)):
+        unit = unit_at(self)
+        if computes_on_copies(unit):
             return self._fsdp_wrapped_module(*args, **kwargs)
         outside = outside_graph if torch.compiler.is_compiling() else _identity
         dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
-        args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
+        runtime = outside(runtime_of)(unit)
+        args, kwargs = outside(FullyShardedDataParallel._cast_inputs)(self, args, kwargs)
+        args, kwargs = outside(Runtime.pre_forward)(runtime, unit, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
             if dtype is not None:
                 output = cast_tensors(dtype, output)
         except BaseException:
-            outside(FullyShardedDataParallel._failed)(self)
+            outside(Runtime.abort_forward)(runtime, unit)
             raise
-        return outside(FullyShardedDataParallel._after)(self, output)
+        return outside(Runtime.post_forward)(runtime, unit, self, output)
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        unit = unit_at(self)
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cast buffers, once, and the inputs as the mixed precision says."""
         self._cast_buffers()
-        precision = self._options.precision
+        dtype, precision = None, self._options.precision
         if self._options.casts_around:
-            args, kwargs = cast_tensors(torch.float32, (args, kwargs))
-        elif precision is not None and precision.param_dtype is not None:
-            root = runtime_of(unit).root() is unit
-            if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:
-                args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
-        return runtime_of(unit).pre_forward(unit, args, kwargs)
-
-    def _after(self, output: Any) -> Any:
-        unit = unit_at(self)
-        return runtime_of(unit).post_forward(unit, self, output)
-
-    def _failed(self) -> None:
-        unit = unit_at(self)
-        runtime_of(unit).abort_forward(unit)
+            dtype = torch.float32
+        elif precision is not None:
+            casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
+            dtype = precision.param_dtype if casts else None
+        return (args, kwargs) if dtype is None else cast_tensors(dtype, (args, kwargs))
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.ownership import all_modules, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
@@ -24,6 +24,7 @@ from fullshard.frontend.arguments import (
     default_mesh,
     device_type_of,
     mesh_once,
+    shard_mesh_for,
     warn_if_unpinned,
 )
 from fullshard.memory import allows_cpu_gradients
@@ -37,6 +38,7 @@ from fullshard.policy import (
     ShardingStrategy,
 )
 from fullshard.ranks.agreement import gather
+from fullshard.wrap.tree import check_all
 
 __all__ = ["API", "Groups", "WrapperOptions"]
 
@@ -144,19 +146,16 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     A device with an index becomes the current device.
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     tensors = (t for m in all_modules(module) for t in (*m._parameters.values(), *m._buffers.values()))
-    found = {t.device for t in tensors if t is not None}
-    on_accelerators = {device for device in found if device.type not in ("cpu", "meta")}
+    on_accelerators = {t.device for t in tensors if t is not None and t.device.type not in ("cpu", "meta")}
     types = sorted({device.type for device in on_accelerators})
     if len(types) > 1:
         raise ValueError(f"{API}: expected a module on one type of accelerator, found {types}; move it to one type")
     if device_id is None:
         return types[0] if types else None
-    if isinstance(device_id, int):
-        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
-    else:
-        device = device_id
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    device = torch.device(kind, device_id) if isinstance(device_id, int) else device_id
     if device.type == "cpu":
         if types:
             raise ValueError(
@@ -191,9 +190,7 @@ def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, d
     ndim, described = (2, "2-D device_mesh (replicate, shard)") if strategy.hybrid else (1, "1-D device_mesh")
     if mesh.ndim != ndim:
         raise ValueError(f"{API}: {strategy.name} requires a {described}, found {mesh.ndim} dimensions in {mesh}")
-    if strategy.hybrid:
-        return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
-    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
+    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh_for(API, mesh, None)
 
 
 def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
@@ -249,20 +246,11 @@ def ignored_states(
     """
     if modules is not None and states is not None:
         raise ValueError(f"{API}: expected ignored_modules or ignored_states, found both; pass only one")
-    name = "ignored_modules" if states is None else "ignored_states"
-    given = modules if states is None else states
-    if given is None:
-        return set(), set()
-    if isinstance(given, torch.Tensor) or not hasattr(given, "__iter__"):  # nn.ModuleList is a list of modules too
-        raise TypeError(f"{API}: {name}: expected a list of modules or parameters, found {type(given).__name__}")
-    found = list(given)
+    name, given = ("ignored_modules", modules) if states is None else ("ignored_states", states)
+    allowed = (nn.Module,) if states is None else (nn.Module, nn.Parameter)
+    found: list[Any] = check_all(f"{API}: {name}", () if given is None else given, *allowed)
     parameters = {p for p in found if isinstance(p, nn.Parameter)}
     roots = [m for m in found if isinstance(m, nn.Module)]
-    allowed = (nn.Module,) if states is None else (nn.Module, nn.Parameter)
-    wrong = sorted({type(x).__name__ for x in found if not isinstance(x, allowed)})
-    if wrong:
-        expected = "modules" if states is None else "modules or parameters"
-        raise TypeError(f"{API}: {name}: expected {expected}, found {wrong}")
     if parameters and roots:
         kinds = sorted({type(x).__name__ for x in found})
         raise ValueError(f"{API}: ignored_states: expected all parameters or all modules, found {kinds}")

@@ -66,7 +66,6 @@ __all__ = [
     "managed_or_unsharded",
     "mark",
     "mark_unsharded",
-    "unmark",
     "value_of",
 ]
 
@@ -534,11 +533,6 @@ def keep_gradient_dtype(parameter: nn.Parameter, old: nn.Parameter) -> None:
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
     """Have ``managed_by`` find ``managed`` for this parameter object."""
     parameter.__dict__[_MANAGED_BY] = _Mark(managed)
-
-
-def unmark(parameter: nn.Parameter) -> None:
-    """Undo ``mark``: the parameter object is not managed any more."""
-    parameter.__dict__.pop(_MANAGED_BY, None)
 
 
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:

@@ -1,4 +1,4 @@
-"""The clock and the devices of the modelled network: what time is, and what takes it.
+"""Clocks and devices of the modelled network.
 
 [Note: Time]
 A message's end is known when it begins: ``max(issued, end of the one before it on the link) + duration``. Waiting is
@@ -32,16 +32,16 @@ class SkippingClock:
         self._reading, self._skipped = reading, 0.0
 
     def now(self) -> float:
-        """Seconds worked plus seconds skipped."""
+        """Return the seconds worked plus the seconds skipped."""
         return self._reading() + self._skipped
 
     def wait_until(self, deadline: float) -> None:
-        """It is ``deadline`` at once, if it was not later already."""
+        """Skip to ``deadline``, unless it is later already."""
         self._skipped += max(0.0, deadline - self.now())
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """The clock stands still inside."""
+        """Stop the clock inside of the ``with`` block."""
         begun = self._reading()
         try:
             yield
@@ -72,19 +72,19 @@ class Device(Protocol):
     """What computes beside one link, and waits for its messages: a host, or streams."""
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
-        """Send once everything that was begun before is there. ``fill`` writes what arrives."""
+        """Send a launch after everything that was begun before; ``fill`` writes the outputs."""
 
     def wait(self, passage: Passage) -> None:
-        """What comes next starts no earlier than the end of ``passage``."""
+        """Have everything that follows start no earlier than the end of ``passage``."""
 
     def is_over(self, passage: Passage) -> bool:
-        """Whether it has arrived by now."""
+        """Return True if the launch has ended by now."""
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
-        """Compute for so long. ``work``, done meanwhile, is part of it; returns its result."""
+        """Compute for so many seconds, of which ``work`` is a part, and return its result."""
 
     def synchronize(self) -> float:
-        """Wait until everything that was begun is over; the time then."""
+        """Wait until everything that was begun is over, and return the time then."""
 
 
 class HostDevice:
@@ -104,22 +104,22 @@ class HostDevice:
         self.clock, self._contention, self._link_free = clock, contention, {}
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
-        """See ``Device``."""
+        """Begin a launch when the one before it on the link ends."""
         passage.start = max(self.clock.now(), self._link_free.get(passage.link, 0.0))
         passage.end = self._link_free[passage.link] = passage.start + passage.seconds
         with self.clock.outside():
             fill()
 
     def wait(self, passage: Passage) -> None:
-        """See ``Device``."""
+        """Block until the launch has ended."""
         self.clock.wait_until(passage.end)
 
     def is_over(self, passage: Passage) -> bool:
-        """See ``Device``."""
+        """Return True if the launch has ended by now."""
         return self.clock.now() >= passage.end
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
-        """See ``Device``."""
+        """Compute for so many seconds, longer beside messages, of which ``work`` is a part; return its result."""
         end = self.clock.now() + self._beside_messages(seconds)
         result = work() if work is not None else None
         self.clock.wait_until(end)
@@ -132,5 +132,5 @@ class HostDevice:
         return seconds + busy - done if seconds > done else seconds / (1 - self._contention)
 
     def synchronize(self) -> float:
-        """Now: a host that has gone on is through with everything before."""
+        """Return the time now: a host that has gone on is through with everything before."""
         return self.clock.now()

@@ -24,7 +24,7 @@ from fullshard.progress import PROGRESS
 
 @dataclass(eq=False)
 class Kernel:
-    """Something on a stream.
+    """A computation or a message on a stream.
 
     Args:
         issued: When the host enqueued it.
@@ -40,7 +40,7 @@ class Kernel:
     end: float | None = None  # None: not known yet
 
     def ready(self) -> float | None:
-        """When it may start; None: not known yet."""
+        """Return when it may start; None if that is not known yet."""
         time = self.issued
         for kernel in self.after:
             if kernel.end is None:
@@ -59,7 +59,7 @@ class SimulatedEvent:
         self.device, self.after = device, ()
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """All that ``stream`` holds now."""
+        """Record all that ``stream`` holds now."""
         self.after = (stream or self.device.current).after
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
@@ -71,7 +71,7 @@ class SimulatedEvent:
         self.device.wait_for(self.after)
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Return True if all that was recorded is over."""
         return all(end <= self.device.clock.now() for end in self.device.ends_of(self.after))
 
 
@@ -86,22 +86,22 @@ class SimulatedStream:
         self.device, self.after, self.number = device, (), number
 
     def wait_for(self, kernels: tuple[Kernel, ...]) -> None:
-        """Kernels enqueued from now on start after these."""
+        """Have kernels that are enqueued from now on start after these."""
         now = self.device.clock.now()
         both = dict.fromkeys((*self.after, *kernels))
         self.after = tuple(kernel for kernel in both if kernel.end is None or kernel.end > now)
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """The same with all of ``other`` so far."""
+        """Have kernels that are enqueued from now on start after all of ``other`` so far."""
         self.wait_for(other.after)
 
     def wait_event(self, event: SimulatedEvent | None) -> None:
-        """The same up to an event."""
+        """Have kernels that are enqueued from now on start after an event."""
         if event is not None:
             self.wait_for(event.after)
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        """An event at the present end."""
+        """Record an event at the present end, and return it."""
         event = event or SimulatedEvent(self.device)
         event.record(self)
         return event
@@ -112,7 +112,7 @@ class SimulatedStream:
 
 
 class SimulatedDevice:
-    """See the module docstring; a ``Device`` of the modelled network.
+    """An accelerator with streams that keep time, as a ``Device`` of the modelled network.
 
     [Note: Who gets the link]
     The host enqueues messages long before they can start, and not in the order in which they can. So nothing is decided
@@ -134,7 +134,7 @@ class SimulatedDevice:
         self.current, self._streams = SimulatedStream(self), 1
 
     def stream(self) -> SimulatedStream:
-        """A new one."""
+        """Return a new stream."""
         self._streams += 1
         return SimulatedStream(self, self._streams - 1)
 
@@ -155,11 +155,11 @@ class SimulatedDevice:
         self.current.wait_for((passage.mark,))
 
     def is_over(self, passage: Passage) -> bool:
-        """By the clock."""
+        """Return True if the message has arrived by now."""
         return self.ends_of((passage.mark,))[0] <= self.clock.now()
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
-        """A kernel on the current stream. ``work`` is what a kernel would do, and costs the host nothing."""
+        """Enqueue a kernel on the current stream. ``work`` is done at once, and costs the host nothing."""
         kernel = Kernel(self.clock.now(), seconds, self.current.after)
         self._kernels.append(kernel)
         self.current.after = (kernel,)
@@ -169,7 +169,7 @@ class SimulatedDevice:
             return work()
 
     def synchronize(self) -> float:
-        """Have the host wait for all streams."""
+        """Have the host wait for all streams, and return the time then."""
         self.wait_for(tuple(self._kernels))
         return self.clock.now()
 
@@ -178,7 +178,7 @@ class SimulatedDevice:
         self.clock.wait_until(max(self.ends_of(kernels), default=0.0))
 
     def ends_of(self, kernels: Sequence[Kernel]) -> list[float]:
-        """When these are over. See [Note: Who gets the link]."""
+        """Return when these are over. See [Note: Who gets the link]."""
         with self.clock.outside():
             while any(kernel.end is None for kernel in kernels):
                 self._play()
@@ -209,7 +209,7 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def on(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Enqueue on ``stream`` inside."""
+        """Enqueue on ``stream`` inside of the ``with`` block."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -219,7 +219,7 @@ class SimulatedDevice:
 
 @contextlib.contextmanager
 def simulated_streams(device: SimulatedDevice) -> Iterator[None]:
-    """torch's stand-ins for streams on CPU keep time as long as the block lasts."""
+    """Have torch's stand-ins for streams on CPU keep time as long as the block lasts."""
     replacements = {
         "Stream": lambda *_, **__: device.stream(),
         "Event": lambda *_, **__: SimulatedEvent(device),
@@ -263,7 +263,7 @@ class SimulatedLane:
         allocate: Callable[[], None] | None = None,
         after: Any = None,
     ) -> _Ticket:
-        """See ``fullshard.memory.DeviceCommStream.issue``."""
+        """Issue a launch, as ``fullshard.memory.DeviceCommStream.issue`` does."""
         if allocate is not None and after is None:
             allocate()
         self._stream.wait_event(after if after is not None else self._device.current.record_event())
@@ -278,5 +278,5 @@ class SimulatedLane:
             return _Ticket(self._stream.record_event(), launched)
 
     def synchronize(self) -> None:
-        """See ``fullshard.memory.DeviceCommStream.synchronize``."""
+        """Have the host wait for the stream."""
         self._stream.synchronize()
