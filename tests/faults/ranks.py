@@ -19,7 +19,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "ranks/barrier.py",
-        "        PROGRESS.barriers[self._store.name] = self._store.ranks, rendezvous.number\n",
+        "        PROGRESS.barriers[store.name] = store.ranks, store.count\n",
         "        pass\n",
         "Who waits in a save for a rank that waits elsewhere is not known to wait for it.",
         ("checkpoint/test_barrier.py",),

@@ -6,6 +6,6 @@
 - ``liveness.py``  whether the process of a rank runs, as another one on its machine sees it
 - ``verdict.py``    why ranks are stuck, from the reports of all of them
 - ``crash.py``      what each rank writes to a file when a run ends so
-- ``store.py``      the key-value store that barrier and watchdog use, because it works while collectives hang
+- ``store.py``      keys in the store that barrier and watchdog use, because it works while collectives hang
 - ``groups.py``     process groups of meshes, and one for coordination
 """

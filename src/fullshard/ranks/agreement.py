@@ -32,6 +32,7 @@ __all__ = [
     "list_differences",
     "list_ranks",
     "list_values",
+    "own_rank",
     "raise_on_all",
     "raised_on_all",
     "resolve_group",
@@ -52,6 +53,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None and dist.is_initialized():
         return dist.group.WORLD
     return group
+
+
+def own_rank() -> int:
+    """Return this process's global rank, 0 if there are no process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import linecache
 import logging
@@ -61,7 +60,7 @@ from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
-from fullshard.ranks.store import GroupStore, seconds_from
+from fullshard.ranks.store import prefix_of, read, seconds_from
 from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, explain_units, judge
 
 __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
@@ -102,7 +101,6 @@ _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _refused: weakref.ref[dist.ProcessGroup] | None = None  # a world whose watchdog could not be started
-_generations = itertools.count()  # of default process groups in this process: their stores may be the same
 
 
 def watch() -> None:
@@ -155,7 +153,7 @@ class Watchdog:
     lost_s: float
     failed: threading.Event  # PROGRESS.failure is set
     _world: dist.ProcessGroup
-    _store: GroupStore
+    _keys: Store  # on a separate connection: a store is locked while a thread waits on it
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
     _process: int  # this one
@@ -181,8 +179,8 @@ class Watchdog:
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
         self._world, self._rank = world, world.rank()
-        self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
-        self._has_server = _has_server(dist.distributed_c10d._get_default_store())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._keys, self._has_server = PrefixStore(prefix_of(world, "watchdog"), store.clone()), _has_server(store)
         self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
@@ -248,7 +246,7 @@ class Watchdog:
         Raises:
             FullshardError: On all ranks of the group, though on the others only when they wait for this one.
         """
-        log, store = PROGRESS.log_of(group), self._store.keys
+        log, store = PROGRESS.log_of(group), self._keys
         names = f"{log.name}/{digest_of(sorted(units)).hex()}"
         self._compared[names] += 1
         key, text = f"units/{names}/{self._compared[names]}", json.dumps(units)
@@ -322,7 +320,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
-        keys, now, place = self._store.keys, time.monotonic(), _place()
+        keys, now, place = self._keys, time.monotonic(), _place()
         if now - self._looked > _QUIET_S + self._poll_s:
             self._beats.clear()  # all processes may have been paused
         self._looked = now
@@ -411,7 +409,7 @@ class Watchdog:
             self._suspected = suspected if suspect == suspected[0] else (suspect, now)
         elif verdict.is_final:
             value = json.dumps({"message": _ENDS + verdict.message, "ranks": sorted(ranks), "kind": verdict.kind})
-            self._store.keys.compare_set("failure", "", value)
+            self._keys.compare_set("failure", "", value)
         elif max(reports[rank].seconds for rank in verdict.culprits) > self.stuck_s / 2:  # not if it has just gone on
             self._warn(verdict, now)
 
@@ -439,7 +437,7 @@ class Watchdog:
     def _write_beat(self, *, ended: bool = False, unwatched: str = "") -> None:
         digests = {log.name: list(log.snapshots)[-_DIGESTS_SHOWN:] for log in _logs()}
         beat = _Beat(self._beat, _place(), digests, self._lock, ended, unwatched)
-        self._store.keys.set(f"beat/{self._rank}", json.dumps(beat))
+        self._keys.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _state_of(self, beat: _Beat, reports: Mapping[int, Report]) -> str:
         """Return the state of the process that has given a sign of life; empty if no rank can look for it."""
@@ -531,8 +529,7 @@ class Watchdog:
 
     def _read(self, key: str) -> Any:
         """Return the value of a key that may be missing, without waiting for it."""
-        found: bytes = self._store.keys.compare_set(key, "unset", "unset")
-        return None if found in (b"unset", b"") else json.loads(found)
+        return json.loads(read(self._keys, key) or "null")
 
     def _exit(self) -> None:
         """Say that the process ends, and by which exception."""
@@ -556,11 +553,11 @@ class Watchdog:
         self._has_ended = True
         with contextlib.suppress(RuntimeError, OSError):
             self._beat, report = self._beat + 1, self._last_report(told)
-            self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
+            self._keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
             self._write_beat(ended=True)
             for log in () if self.failed.is_set() else _logs(destroyed=True):
                 digest = str(log.digest)
-                if self._store.keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
+                if self._keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
                     self._tell_difference({*log.ranks[:_RANKS_COMPARED], self._rank})
 
     def _tell_difference(self, ranks: Iterable[int]) -> None:
