@@ -138,18 +138,18 @@ class Buffer:
             if self._pool is not None:
                 self._pool = current_stream(self.device)
             refill_storage(self._storage, self._nbytes)
-            if PROGRESS.traced is not None:
+            if PROGRESS.observers:
                 PROGRESS.note("memory", str(self._nbytes))
 
     def free(self) -> None:
         """Free the memory."""
-        if PROGRESS.traced is not None and self._storage.nbytes():
+        if PROGRESS.observers and self._storage.nbytes():
             PROGRESS.note("memory", str(-self._nbytes))
         free_storage(self._storage, self._pool)
 
     def leave(self) -> None:
         """Leave the memory to the tensors on it, which no longer share it with this buffer; it is freed with them."""
-        if PROGRESS.traced is not None and self._storage.nbytes():
+        if PROGRESS.observers and self._storage.nbytes():
             PROGRESS.note("memory", str(-self._nbytes))
         self._flat = torch.empty(0, dtype=self.dtype, device=self.device)
         self._storage = self._flat.untyped_storage()
@@ -436,7 +436,7 @@ def traced_wait(launched: tuple[int, int]) -> contextlib.AbstractContextManager[
     Args:
         launched: Group and number of the last launch that it waits for; -1 for copies.
     """
-    return _NOTHING if PROGRESS.traced is None else _in_trace(launched)
+    return _in_trace(launched) if PROGRESS.observers else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()

@@ -34,7 +34,7 @@ def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractCo
     Returns:
         The context manager.
     """
-    if PROGRESS.traced is not None:
+    if PROGRESS.observers:
         return _traced(operation, units)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))
@@ -48,7 +48,8 @@ def _traced(operation: str, units: Iterable[str]) -> Iterator[None]:
     named = f"{operation} {', '.join(dict.fromkeys(units))}"
     PROGRESS.note("begin", named)
     try:
-        yield
+        with record_function(_name(operation, units)):
+            yield
     finally:
         PROGRESS.note("end", named)
 

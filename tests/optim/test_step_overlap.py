@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import nn
 import fullshard
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel, PhaseError
-from fullshard.comm import Collective, base, record
+from fullshard.comm import Collective, record
 from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.errors import FullshardError
 from fullshard.optim import overlap
 from fullshard.optim.local.step import LocalStep
+from fullshard.progress import PROGRESS
 from fullshard.wrap import ModuleWrapPolicy
 from models import Stack, shard_blocks, square_loss, tiny_units
 from ranks import Rank, on_ranks
@@ -70,17 +72,18 @@ class Watched:
         monkeypatch.setattr(LocalStep, "_step_tensors", stepped)
 
     def __enter__(self) -> list[str]:
-        base._observers.append(self._note)
+        PROGRESS.observers.append(self._note)
         self.events.clear()
         return self.events
 
     def __exit__(self, *_: object) -> None:
-        base._observers.remove(self._note)
+        PROGRESS.observers.remove(self._note)
 
-    def _note(self, collective: Collective) -> None:
-        event = f"{collective.kind} {collective.unit or 'root'}"
-        if not self.events or self.events[-1] != event:
-            self.events.append(event)
+    def _note(self, _: object, collectives: Sequence[Collective]) -> None:
+        for collective in collectives:
+            event = f"{collective.kind} {collective.unit or 'root'}"
+            if not self.events or self.events[-1] != event:
+                self.events.append(event)
 
 
 @on_ranks(2)

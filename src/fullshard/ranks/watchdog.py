@@ -460,11 +460,11 @@ class Watchdog:
         layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
-        caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
+        caught = next((event for event in reversed(list(PROGRESS.events)) if event.kind == "raised"), None)
         report = partial(
             Report,
             place=place,
-            caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
+            caught=None if caught is None else f"{caught.what} (step {caught.step}, microbatch {caught.microbatch})",
             waits_for=waits_for if barrier is None else (barrier[2], barrier[3] - 1),
             locks={lock: state_of(lock) for lock in locks_seen()},
             order=PROGRESS.order[-_UNITS_REPORTED:],

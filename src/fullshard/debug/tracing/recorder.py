@@ -112,15 +112,14 @@ class Clock(Protocol):
 def recorded(clock: Clock) -> Iterator[list[Event]]:
     """Record the events of this rank. The list has them when the context ends."""
     found: list[Event] = []
-    marked: list[tuple[Any, tuple[float, int, int, str, str, int, int]]] = []
-    PROGRESS.traced = lambda event: marked.append((clock.mark(), event))
-    PROGRESS.enter("user code", None)
-    try:
-        yield found
-    finally:
-        PROGRESS.enter("the end of the trace", None)
-        PROGRESS.traced = None
-    found += [Event(*event)._replace(time=clock.seconds(mark)) for mark, event in marked if mark is not None]
+    marked: list[tuple[Any, Event]] = []
+    with PROGRESS.observed(lambda event, _: marked.append((clock.mark(), event))):
+        PROGRESS.enter("user code", None)
+        try:
+            yield found
+        finally:
+            PROGRESS.enter("the end of the trace", None)
+    found += [event._replace(time=clock.seconds(mark)) for mark, event in marked if mark is not None]
 
 
 @contextlib.contextmanager
@@ -142,8 +141,7 @@ def trace(folder: str | Path) -> Iterator[Trace]:
         The trace, which is empty until the context ends.
 
     Raises:
-        FullshardError: If a trace runs already, the first forward on an accelerator was inside the context, or the
-            files cannot be written.
+        FullshardError: If the first forward on an accelerator was inside the context, or the files cannot be written.
 
     Example:
         ```python
@@ -159,8 +157,6 @@ def trace(folder: str | Path) -> Iterator[Trace]:
         print(trace.table())
         ```
     """
-    if PROGRESS.traced is not None:
-        raise FullshardError("a trace runs already; end its context first")
     found, on_accelerator, folder = Trace(), uses_accelerator(), Path(folder)
     clock: Clock = DeviceClock() if on_accelerator else HostClock()
     shift = _clock_shift()
