@@ -50,7 +50,7 @@ from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.agreement import differs
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS
-from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, judge
+from fullshard.ranks.verdict import OURS, GroupReport, Report, judge
 from fullshard.train.stop import StopRequest
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
@@ -840,14 +840,14 @@ def report(
     return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches, began)}, **further)
 
 
-def calls(launches: int, own: int = 0) -> dict[str, Collectives]:
+def calls(launches: int, own: int = 0) -> dict[str, GroupReport[str]]:
     """The collectives of a group: launches, then ones of the user's."""
-    return {"0": Collectives([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
+    return {"0": GroupReport([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
 
 
-def foreign(launches: int, collectives: dict[str, Collectives]) -> Report:
+def foreign(launches: int, collectives: dict[str, GroupReport[str]]) -> Report:
     """A rank that waits in the last collective of its group."""
-    at = ("0", collectives["0"].last)
+    at = ("0", collectives["0"].end - 1)
     return report("runs", launches, foreign=CALL, foreign_at=at, collectives=collectives)
 
 
@@ -877,7 +877,7 @@ def test_reasons() -> None:
     assert judge({**others, 2: foreign(5, calls(5, 1))}, {}).kind == "slow"  # type: ignore[union-attr]  # it has issued what they wait for
     elsewhere = replace(foreign(4, calls(5)), foreign_at=None)  # in a group with an engine that is not in the world
     assert judge({**others, 2: elsewhere}, {}).kind == "slow"  # type: ignore[union-attr]
-    unlike = foreign(4, {"0": Collectives([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
+    unlike = foreign(4, {"0": GroupReport([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
     assert judge({**others, 2: unlike}, {}).kind == "slow"  # type: ignore[union-attr]
     assert judge({0: unlike, 1: unlike}, {}, mismatch="differ") is None
     first = report("raised", 4, error="an error", began=4)  # it has launched nothing in the forward that it has left

@@ -39,7 +39,7 @@ def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractCo
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))
     if _nvtx_wanted():
-        return _nvtx_range(_name(operation, units))
+        return torch.cuda.nvtx.range("{}", _name(operation, units))
     return _NOTHING
 
 
@@ -64,12 +64,3 @@ def _nvtx_wanted() -> bool:
     chosen = os.environ.get("FULLSHARD_NVTX")
     wanted = "NSYS_PROFILING_SESSION_ID" in os.environ if chosen is None else chosen != "0"
     return wanted and torch.cuda.is_available()
-
-
-@contextlib.contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

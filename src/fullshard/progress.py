@@ -105,24 +105,22 @@ class LaunchLog:
     name: str  # of the group, and its ranks: programs may give one name to several groups
     ranks: list[int]  # global ones of the group
     index: int  # of the group, in the order in which groups were first used
-    count: int  # of launches so far
-    began: int  # of them before the last outermost forward
-    digest: int  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
-    steps: int  # by optimizers, of the largest trained units that communicate in the group
+    count: int = 0  # of launches so far
+    began: int = 0  # of them before the last outermost forward
+    digest: int = 0  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
+    steps: int = 0  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
-    _before: int  # the digest before the last launch
-    _stepped_at: int  # launches before the last step
+    _before: int = 0  # the digest before the last launch
+    _stepped_at: int = -1  # launches before the last step
     _recent: deque[Launch]
     _named: Counter[str]  # units of a name that have launched
 
     def __init__(self, group: Any, index: int) -> None:
-        self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
+        self.group, self.index, self._named = weakref.ref(group), index, Counter()
         self.ranks = sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
         name = dist.distributed_c10d._world.pg_names.get(group, "")
         self.name = f"{name}-{zlib.crc32(repr(self.ranks).encode()):08x}"
-        self.began, self._before, self._stepped_at = 0, 0, -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
-        self._named = Counter()
 
     def add(self, kind: str, units: tuple[str, ...], step: int, microbatch: int) -> None:
         """Append a launch."""

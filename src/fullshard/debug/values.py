@@ -23,7 +23,7 @@ __all__ = ["ModuleValues"]
 
 
 class ModuleValues:
-    """The hooks on all modules of a model, between ``begin`` and ``end``.
+    """A context in which all modules of a model have the hooks.
 
     Args:
         model: Sharded or not.
@@ -45,8 +45,7 @@ class ModuleValues:
         self._units = {module._modules.get(WRAPPED) or module: unit for module, unit in sharded}
         self._handles, self._hooked, self._open = [], set(), False
 
-    def begin(self) -> None:
-        """Register the hooks."""
+    def __enter__(self) -> None:
         self._open = True
         compiled = _compiled_within(self._names)
         for module in self._names:
@@ -55,9 +54,8 @@ class ModuleValues:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after))
 
-    def end(self) -> None:
-        """Remove the hooks. Those on outputs that are still there do nothing from now on."""
-        self._open = False
+    def __exit__(self, *_: object) -> None:
+        self._open = False  # hooks on outputs that are still there do nothing from now on
         for handle in self._handles:
             handle.remove()
 
@@ -67,16 +65,13 @@ class ModuleValues:
         name, unit = self._names[module], self._units.get(module)
         own = module.named_parameters(name, recurse=False)
         parameters = own if unit is None else ((each.fqn, each.unsharded) for each in unit.parameters)
-        for fqn, parameter in parameters:
-            self._before_use(clean_name(fqn), parameter)
+        for fqn, parameter in ((clean_name(fqn), parameter) for fqn, parameter in parameters):
+            self._visit("forward", fqn, f"parameter {fqn!r}", [parameter])
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                look = partial(self._gradient, fqn, f"the gradient of {fqn!r}, before its reduction,")
+                self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
         self._visit("forward", name, f"an input of {_describe(name)}", (args, kwargs))
-
-    def _before_use(self, fqn: str, parameter: torch.Tensor) -> None:
-        self._visit("forward", fqn, f"parameter {fqn!r}", [parameter])
-        if parameter.requires_grad and id(parameter) not in self._hooked:
-            self._hooked.add(id(parameter))
-            look = partial(self._gradient, fqn, f"the gradient of {fqn!r}, before its reduction,")
-            self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if _unseen():

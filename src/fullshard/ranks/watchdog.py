@@ -61,7 +61,7 @@ from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
 from fullshard.ranks.store import prefix_of, read, seconds_from
-from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, explain_units, judge
+from fullshard.ranks.verdict import OURS, GroupReport, Report, Verdict, explain_units, judge
 
 __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
 
@@ -160,18 +160,18 @@ class Watchdog:
     _lock: str  # that it holds
     _training: int  # the thread that trains
     _poll_s: float
-    _beat: int
-    _broken: tuple[str, float] | None  # the error of a collective, and since when
+    _beat: int = 0  # signs of life so far
+    _broken: tuple[str, float] | None = None  # the error of a collective, and since when
     _idle: tuple[int, str, float]  # launches, place and since when nothing has changed
-    _alarm: tuple[int, float]  # its number, and when this rank has seen it first
-    _judges: bool
+    _alarm: tuple[int, float] = (0, 0.0)  # its number, and when this rank has seen it first
+    _judges: bool = False  # this rank compares the reports of the alarm
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
-    _mismatch: str  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
+    _mismatch: str = ""  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
-    _has_ended: bool  # this rank has said its last word
+    _has_ended: bool = False  # this rank has said its last word
     _error_file: Path | None  # to which the launcher writes what it catches
-    _suspected: tuple[str, float]  # a deadlock or a broken network, and since when: it counts if it lasts
-    _warned: tuple[str, float]
+    _suspected: tuple[str, float] = ("", 0.0)  # a deadlock or a broken network, and since when: it counts if it lasts
+    _warned: tuple[str, float] = ("", 0.0)  # the last warning, and when
     _compared: Counter[str]  # roots with the same units, by group
     _stop: threading.Event
     _threads: list[threading.Thread]
@@ -183,10 +183,8 @@ class Watchdog:
         self._keys, self._has_server = PrefixStore(prefix_of(world, "watchdog"), store.clone()), _has_server(store)
         self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
-        self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
-        self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
-        self._mismatch, self._looked, self._has_ended, self._error_file = "", time.monotonic(), False, _error_file()
-        self._stop, self._compared = threading.Event(), Counter()
+        self._looked, self._error_file, self._stop = time.monotonic(), _error_file(), threading.Event()
+        self._idle, self._beats, self._compared = (0, "", self._looked), {}, Counter()
         self._threads = [
             threading.Thread(target=target, name=f"fullshard {name}", daemon=True)
             for target, name in ((self._run, "watchdog"), (self._watch_store, "watch on the store"))
@@ -357,13 +355,11 @@ class Watchdog:
 
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
-        ranks = {rank for log in _logs() for rank in log.ranks}
-        if (barrier := PROGRESS.barrier) is not None:  # read once: the training thread writes it
-            ranks.update(PROGRESS.barriers[barrier[2]][0])
+        ranks = {self._rank}
         reports: dict[int, Report] = {}
         quiet: dict[int, _Beat] = {}
         silent: list[int] = []
-        while True:  # ranks of the groups of other ranks too
+        while True:  # ranks of its groups, of the groups of these, and so on
             for rank in ranks - reports.keys() - quiet.keys() - set(silent):
                 beat = self._beat_of(rank)
                 if self._beats.get(rank, (-1, 0.0))[0] != beat.number:
@@ -457,7 +453,7 @@ class Watchdog:
         groups = {log.name: GroupReport(log.ranks, *log.recent(), log.began) for log in logs}
         # Who waits in a barrier waits for those that have not come to as many. Being in one is no launch of a forward.
         groups |= {name: GroupReport(*at, (), at[1]) for name, at in list(PROGRESS.barriers.items())}
-        layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
+        layouts = {layout for each in groups.values() for launch in each.calls for layout in launch.layouts}
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
         caught = next((event for event in reversed(list(PROGRESS.events)) if event.kind == "raised"), None)
@@ -619,7 +615,7 @@ class _Beat(NamedTuple):
     unwatched: str = ""  # why there will be no further sign
 
 
-def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tuple[str, int, str] | None]:
+def _collectives(rank: int, training: int) -> tuple[dict[str, GroupReport[str]], tuple[str, int, str] | None]:
     """Return the last collectives of all process groups, and the one that a thread has called and that is unfinished.
 
     From torch's flight recorder; nothing if it is disabled (``TORCH_FR_BUFFER_SIZE=0``).
@@ -645,7 +641,7 @@ def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tupl
         if len(known) > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
             calls = [*entries.get(name, {}).items()][-_COLLECTIVES_REPORTED:]
             first = calls[0][0] if calls else 1
-            found[name] = Collectives(sorted(known), first, [call for _, call in calls])
+            found[name] = GroupReport(sorted(known), first, [call for _, call in calls])
     return found, pending
 
 

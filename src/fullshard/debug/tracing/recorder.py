@@ -19,7 +19,7 @@ from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launc
 from fullshard.errors import FullshardError
 from fullshard.memory import DeviceClock, HostClock, uses_accelerator
 from fullshard.progress import PROGRESS, Event
-from fullshard.ranks.agreement import gather, raise_on_all
+from fullshard.ranks.agreement import gather, own_rank, raise_on_all
 
 __all__ = ["Clock", "Trace", "own_groups", "recorded", "trace"]
 
@@ -195,7 +195,7 @@ def _clock_shift() -> float:
     for _ in range(5):
         gather(None, None)
         clocks = gather(time.time(), None)
-        differences.append(clocks[dist.get_rank() if dist.is_initialized() else 0] - clocks[min(clocks)])
+        differences.append(clocks[own_rank()] - clocks[min(clocks)])
     shift = statistics.median(differences)
     return shift if abs(shift) > _SAME_CLOCK_S else 0.0
 
