@@ -61,7 +61,7 @@ def test_segments_follow_each_other() -> None:
         ("wait", "forward", "b"): 0.8,
         ("compute", "backward", "b"): 1.0,
     }
-    assert launches(found, GROUPS) == {(ALL, 7): Launched(1.1, "all_gather", "b", ("forward", "a"))}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(1.1, "all_gather", "b")}
     assert memory(found) == [(2.9, 64), (5.5, 0)]
 
 
@@ -73,19 +73,14 @@ def test_reasons_of_exposed_communication() -> None:
         Segment(30.0, 31.0, 0, 0, "wait", "forward", "c", ALL, 3),  # all issued long before
         Segment(31.0, 40.0, 0, 0, "compute", "forward", "c"),
     ]
-    own = {
-        (ALL, n): Launched(t, "all_gather", u, ("", ""))
-        for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))
-    }
-    other = {
-        (ALL, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))
-    }
+    own = {(ALL, n): Launched(t, "all_gather", u) for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))}
+    other = {(ALL, n): Launched(t, "all_gather", u) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))}
     found = {each.units: each for each in exposed_waits(0, waits, {0: own, 1: other})}
     parts = {u: (each.late_issue, each.slow_link, each.slow_peer) for u, each in found.items()}
     assert parts == {"a": (0.0, 2.0, 4.0), "b": (2.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0)}
     assert dict(found["a"].peers) == {1: 4.0}
     assert last_arrivals({0: own, 1: other}) == {0: 1, 1: 2}
-    alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a", ("", "")) for n in (1, 2, 3)}
+    alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a") for n in (1, 2, 3)}
     assert last_arrivals({0: own, 1: other, 2: alone}) == {0: 1, 1: 2, 2: 0}  # another group, of the same name
     assert dict(exposed_waits(0, waits, {0: own, 1: other, 2: alone})[0].peers) == {1: 4.0}
 
@@ -183,7 +178,7 @@ def test_streams_of_an_accelerator() -> None:
     assert [(s.begin, s.end, s.activity) for s in own] == [
         (0.0, 1.0, "compute"), (1.0, 6.1, "wait"), (6.1, 6.5, "compute"), (6.5, 7.0, "wait"), (7.0, 7.5, "compute"),
     ]  # fmt: skip
-    assert launches(found, GROUPS) == {(ALL, 7): Launched(4.0, "all_gather", "b", ("forward", "a"), end=6.0)}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(4.0, "all_gather", "b", end=6.0)}
     exposed = {(each.kind, each.units): each.seconds for each in exposed_waits(0, own, {0: launches(found, GROUPS)})}
     assert exposed == {("all_gather", "b"): pytest.approx(5.1), ("copy", "b"): pytest.approx(0.5)}
 

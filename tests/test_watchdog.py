@@ -34,6 +34,7 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard import (
+    CommQuantization,
     FullshardError,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -519,6 +520,20 @@ def test_buckets_that_one_rank_makes_anew(rank: Rank) -> None:
         unit_of(model).rebuild()
     step_of(model)
     assert not differs(PROGRESS.log_of(rank.group).recent()[1][-3:], rank.group)
+
+
+@on_ranks(2)
+def test_quantized_launches_are_compared(rank: Rank) -> None:
+    """They are noted like all others, and recorded with what is really sent."""
+    model = fully_shard(Net())
+    model.set_comm_quantization(CommQuantization(all_gather="int8", min_bytes=1))
+    log = PROGRESS.log_of(rank.group)
+    before = log.count
+    with fullshard.comm.record() as collectives:
+        step_of(model)
+    assert log.count - before == len({each.launch for each in collectives}) == 2
+    assert [each.kind for each in log.recent()[1][-2:]] == ["all_gather", "reduce_scatter"]
+    assert torch.uint8 in {each.dtype for each in collectives} or torch.int8 in {each.dtype for each in collectives}
 
 
 def save_without_one(rank: Rank, path: str) -> str:

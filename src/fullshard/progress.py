@@ -112,7 +112,7 @@ class LaunchLog:
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
     _before: int = 0  # the digest before the last launch
     _stepped_at: int = -1  # launches before the last step
-    _recent: deque[Launch]
+    _recent: deque[tuple[str, tuple[str, ...], int, int, int, tuple[int, ...], tuple[int, ...]]]  # as of ``Launch``
     _named: Counter[str]  # units of a name that have launched
 
     def __init__(self, group: Any, index: int) -> None:
@@ -126,7 +126,7 @@ class LaunchLog:
         """Append a launch."""
         known = [(unit.layout, self._number_of(unit)) if isinstance(unit, UnitName) else (0, 0) for unit in units]
         layouts, numbers = zip(*known, strict=True) if known else ((), ())
-        self._recent.append(Launch(kind, units, step, microbatch, self.steps, layouts, numbers))
+        self._recent.append((kind, units, step, microbatch, self.steps, layouts, numbers))
         self._before, self.digest = self.digest, zlib.crc32(_code(kind, units, layouts, numbers), self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
@@ -156,7 +156,7 @@ class LaunchLog:
         while True:
             count, launches = self.count, list(self._recent)
             if self.count == count:
-                return count - len(launches), launches
+                return count - len(launches), [Launch(*each) for each in launches]
 
 
 @functools.cache
@@ -199,7 +199,8 @@ class Progress:
     steps: StepCount = field(default_factory=StepCount)  # of the root that runs, or ran last
     phase: str = "user code"  # or "forward", "backward", ...
     unit: str | None = None  # that it is in, "" for the root; None: no unit's
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # the last ones
+    # The last events. A plain tuple takes a tenth of the time of an ``Event``, and nobody may ever read it.
+    events: deque[tuple[float, int, int, str, str, int, int]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     observers: list[Observer] = field(default_factory=list)  # with one, events have more detail
     launches: int = 0  # so far, of all groups
     launched: tuple[int, int] = (-1, -1)  # group and number of the last launch
@@ -237,10 +238,10 @@ class Progress:
     def note(self, kind: str, what: str, group: int = -1, number: int = -1, collectives: Sequence[Any] = ()) -> None:
         """Append to the events, and tell observers."""
         steps = self.steps
-        event = Event(time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number)
+        event = time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number
         self.events.append(event)
         for observer in self.observers:
-            observer(event, collectives)
+            observer(Event(*event), collectives)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

@@ -254,5 +254,5 @@ def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     store.name, store._default = "test", SimpleNamespace(clone=answer.wait)
     monkeypatch.setattr(PROGRESS, "failure", "the store is gone")
     with pytest.raises(FullshardError, match="the store is gone"):
-        store.ask(lambda keys: store.arrive(keys, 0, "here"))
+        barrier._by_thread(lambda: store.meet(1, 0, "here", None, 1.0))
     answer.set()

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -46,7 +47,7 @@ _STEP_TIMEOUT_S = 3600.0  # ranks read and write different amounts
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
 _CHECK_S = 0.5  # without an answer, until it is looked whether the run has been ended
-_REPORTS, _COUNT, _RESULT = "reports", "count", "result"
+_KEYS = ("reports", "count", "result")  # see [Note: Rank barrier]
 
 
 class _BarrierStore:
@@ -73,34 +74,35 @@ class _BarrierStore:
         """The store, on a separate connection: a store is locked while a thread waits on it."""
         return PrefixStore(self.name, self._default.clone())
 
-    def ask(self, request: Callable[[Any], T]) -> T:
-        """Make a request on ``keys``, by a thread: where the machine of the store is gone, it never ends.
+    def meet(self, number: int, rank: int, name: str, result: _Result | None, seconds: float) -> _Result:
+        """Report to a barrier, and return its result when it has one.
 
-        Raises:
-            FullshardError: If the watchdog has ended the run before there was an answer.
+        Args:
+            number: The barrier.
+            rank: Global number of this rank.
+            name: Name of its operation and step.
+            result: Its error; None: it has none, and waits for the others.
+            seconds: Limit of the wait.
         """
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(request(self.keys))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="fullshard request", daemon=True).start()
-        while not concurrent.futures.wait([answer], _CHECK_S).done:
-            if PROGRESS.failure is not None:
-                raise FullshardError(PROGRESS.failure)
-        return answer.result()
-
-    def arrive(self, keys: Any, rank: int, name: str) -> int:
-        """Report to the present barrier, and return how many ranks have."""
-        keys.append(f"{self.count}/{_REPORTS}", json.dumps([rank, name]) + "\n")
-        arrived = int(keys.add(f"{self.count}/{_COUNT}", 1))
+        keys: Any = self.keys
+        reports, count, decided = (f"{number}/{key}" for key in _KEYS)
+        keys.append(reports, json.dumps([rank, name]) + "\n")
+        arrived = int(keys.add(count, 1))
         if arrived == len(self.ranks):  # so all have left the one before
-            for key in (_REPORTS, _COUNT, _RESULT):
-                keys.delete_key(f"{self.count - 1}/{key}")
-        return arrived
+            for key in _KEYS:
+                keys.delete_key(f"{number - 1}/{key}")
+        deadline = time.monotonic() + seconds
+        # Not store.wait(), which logs its timeouts.
+        pause, longest = _FIRST_POLL_S, max(_LAST_POLL_S, len(self.ranks) / _REQUESTS_PER_S)
+        while result is None and arrived < len(self.ranks) and time.monotonic() < deadline:
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(1.5 * pause, longest)
+            result = json.loads(read(keys, decided) or "null")
+        if result is None:
+            called = sorted(json.loads(line) for line in read(keys, reports).splitlines())
+            result = _result_of(dict(called), self.ranks, seconds)
+        kind, message = json.loads(keys.compare_set(decided, "", json.dumps(result)))
+        return kind, message
 
 
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, _BarrierStore] = weakref.WeakKeyDictionary()
@@ -179,17 +181,7 @@ class RankBarrier:
         store.count += 1
         PROGRESS.barriers[store.name] = store.ranks, store.count
         with self._explained(), PROGRESS.in_barrier(name, store.name, store.count):
-            if PROGRESS.failure is not None:
-                raise FullshardError(PROGRESS.failure)
-            arrived, seconds = store.ask(lambda keys: store.arrive(keys, rank, name)), step_timeout()
-            if result is None:
-                result = _wait_for_result(store, arrived, seconds)
-            if result is None:
-                reports = store.ask(lambda keys: read(keys, f"{store.count}/{_REPORTS}")).splitlines()
-                result = _result_of(dict(sorted(map(json.loads, reports))), store.ranks, seconds)
-            told = json.dumps(result)
-            kind, message = json.loads(store.ask(lambda keys: keys.compare_set(f"{store.count}/{_RESULT}", "", told)))
-            return kind, message
+            return _by_thread(partial(store.meet, store.count, rank, name, result, step_timeout()))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -267,20 +259,25 @@ def step_timeout() -> float:
     return seconds_from(STEP_TIMEOUT_VARIABLE, _STEP_TIMEOUT_S)
 
 
-def _wait_for_result(store: _BarrierStore, arrived: int, seconds: float) -> _Result | None:
-    """Return the result of the present barrier; None if this rank is the last, or has waited for too long."""
-    deadline = time.monotonic() + seconds
-    # Not store.wait(): that locks the store, blocks signal handlers, and logs its timeouts.
-    pause, longest = _FIRST_POLL_S, max(_LAST_POLL_S, len(store.ranks) / _REQUESTS_PER_S)
-    while arrived < len(store.ranks) and time.monotonic() < deadline:
-        result: _Result | None = json.loads(store.ask(lambda keys: read(keys, f"{store.count}/{_RESULT}")) or "null")
-        if result is not None:
-            return result
-        if PROGRESS.failure is not None:  # set by the watchdog, on all ranks
-            raise FullshardError(PROGRESS.failure)
-        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(1.5 * pause, longest)
-    return None
+def _by_thread(function: Callable[[], T]) -> T:
+    """Call a function that makes requests to the store, which never end where its machine is gone.
+
+    Raises:
+        FullshardError: If the watchdog has ended the run before there was an answer.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="fullshard barrier", daemon=True).start()
+    while PROGRESS.failure is None:
+        if concurrent.futures.wait([answer], _CHECK_S).done:
+            return answer.result()
+    raise FullshardError(PROGRESS.failure)
 
 
 def _result_of(reports: Mapping[int, str], ranks: Sequence[int], seconds: float) -> _Result:

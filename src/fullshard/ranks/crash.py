@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fullshard.progress import PROGRESS
+from fullshard.progress import PROGRESS, Event
 from fullshard.ranks.verdict import Report
 
 __all__ = ["FOLDER_VARIABLE", "FORMAT", "crash_folder", "forget_crash", "write_crash"]
@@ -38,7 +38,7 @@ def write_crash(rank: int, world_size: int, report: Report, failure: str | None)
     Raises:
         OSError: If it cannot be written, or the folder in the temporary folder is another user's, or a link.
     """
-    events = list(PROGRESS.events)
+    events = [Event(*each) for each in list(PROGRESS.events)]
     last = events[-1].step if events else 0
     value = {
         "format": FORMAT,

@@ -56,7 +56,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
-from fullshard.progress import PROGRESS, LaunchLog
+from fullshard.progress import PROGRESS, Event, LaunchLog
 from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
@@ -394,7 +394,7 @@ class Watchdog:
                 reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
-        verdict = judge(reports, lost, silent, mismatch=self._mismatch)
+        verdict = judge(dict(sorted(reports.items())), lost, silent, mismatch=self._mismatch)
         self._mismatch = ""  # until they are compared again
         suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
@@ -456,7 +456,9 @@ class Watchdog:
         layouts = {layout for each in groups.values() for launch in each.calls for layout in launch.layouts}
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
-        caught = next((event for event in reversed(list(PROGRESS.events)) if event.kind == "raised"), None)
+        caught = next(
+            (event for event in map(Event._make, reversed(list(PROGRESS.events))) if event.kind == "raised"), None
+        )
         report = partial(
             Report,
             place=place,
