@@ -147,7 +147,7 @@ class LaunchLog:
         return number
 
     def stepped(self) -> None:
-        """An optimizer has stepped a unit. Several without a launch in between, as of two optimizers, are one step."""
+        """Count a step of an optimizer. Several without a launch in between, as of two optimizers, are one step."""
         if self._stepped_at != self.count:
             self.steps, self._stepped_at = self.steps + 1, self.count
 
@@ -173,15 +173,15 @@ class StepCount:
     microbatch: int = -1  # number of the last forward since the last step, from 0
 
     def begin_forward(self) -> None:
-        """A forward of the root begins."""
+        """Count a forward of the root that begins."""
         self.microbatch += 1
 
     def forward_failed(self) -> None:
-        """That forward raised: it does not count."""
+        """Take back a forward that raised: it does not count."""
         self.microbatch -= 1
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has stepped its largest trained unit; others, as experts, may be stepped on some ranks only.
+        """Count a step of the largest trained unit; others, as experts, may be stepped on some ranks only.
 
         Several without a forward in between, as of optimizers that step in backward, are one step.
         """
@@ -223,7 +223,7 @@ class Progress:
     # ---------------------------------------------------------------- phases
 
     def begin_forward(self, steps: StepCount) -> None:
-        """The outermost forward of a root begins, whose steps are counted by ``steps``."""
+        """Note that the outermost forward of a root begins, whose steps are counted by ``steps``."""
         self.steps, self.raised, self.order = steps, None, []
         for log in self.logs():
             log.began = log.count
@@ -231,7 +231,7 @@ class Progress:
         steps.begin_forward()
 
     def enter(self, phase: str, unit: str | None) -> None:
-        """A phase of a unit begins."""
+        """Note that a phase of a unit begins."""
         self.phase, self.unit = phase, unit
         self.note(phase, unit or "")
 
@@ -253,11 +253,11 @@ class Progress:
             self.observers.remove(observer)
 
     def leave(self, phase: str) -> None:
-        """A phase of the whole model has ended."""
+        """Note that a phase of the whole model has ended."""
         self.enter(f"user code after the {phase}", None)
 
     def failed(self, where: str) -> None:
-        """An exception ended a forward or a backward; the first one counts until the next forward."""
+        """Note the exception that ended a forward or a backward; the first one counts until the next forward."""
         if self.raised is None:
             error = sys.exc_info()[1]
             told = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
@@ -275,7 +275,7 @@ class Progress:
         return log
 
     def forget_groups(self, exists: Callable[[Any], bool]) -> None:
-        """Forget process groups that do not exist any more, and what was with them."""
+        """Forget process groups that do not exist any more, and how ranks of the last world waited and failed."""
         with self._lock:
             for group in [group for group in self._logs if not exists(group)]:
                 del self._logs[group]
@@ -302,10 +302,13 @@ class Progress:
         self.note(kind, ", ".join(names), *self.launched, collectives)
 
     def arrived(self, before: tuple[int, int]) -> tuple[int, int]:
-        """Collectives on the current stream of an accelerator are through. Returns group and number of the last.
+        """Note that collectives on the current stream of an accelerator are through.
 
         Args:
-            before: ``launched`` before they were. If it is the same they were none, and -1 is returned.
+            before: ``launched`` before they were.
+
+        Returns:
+            Group and number of the last one; -1 if there were none, so that ``launched`` is the same.
         """
         launched = (-1, -1) if self.launched == before else self.launched
         if self.observers:
@@ -313,22 +316,22 @@ class Progress:
         return launched
 
     def begin_wait(self, launched: tuple[int, int]) -> None:
-        """The host waits for collectives, the last of which is ``launched``."""
+        """Note that the host waits for collectives, the last of which is ``launched``."""
         self.waiting = time.monotonic(), *launched
         self.note("wait", self.unit or "", *launched)
 
     def end_wait(self) -> None:
-        """The host has waited, or collectives have failed."""
+        """Note that the host has waited, or that collectives have failed."""
         launched, self.waiting = (-1, -1) if self.waiting is None else self.waiting[1:], None
         self.note("waited", self.unit or "", *launched)
 
     def is_watched(self) -> bool:
-        """True if the watchdog runs, and watches the thread that calls this."""
+        """Return True if the watchdog runs, and watches the thread that calls this."""
         return self.watchdog is not None and self.watchdog.watches_thread()
 
     @contextlib.contextmanager
     def in_barrier(self, name: str, group: str, number: int) -> Iterator[None]:
-        """This thread waits in a rank barrier, which the watchdog watches if it is the training thread."""
+        """Note a rank barrier in which this thread waits; the watchdog watches that of the training thread."""
         if not self.is_watched():
             yield
             return

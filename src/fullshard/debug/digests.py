@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from fullshard.debug.values import values_here
 
 __all__ = ["digest"]
 
@@ -22,14 +23,10 @@ def digest(tensor: torch.Tensor) -> str:
     and other values, or the same ones in other places, do with a probability of about 1 - 2**-32. The host waits for
     the device. Of tensors that are not dense, the values are digested.
     """
-    local = tensor.detach()
-    local = local._local_tensor if isinstance(local, DTensor) else local
+    local = values_here(tensor)
     place = f"{list(local.shape)} {local.dtype}"
     if local.is_meta or not local.numel():
         return place
-    if local.layout is not torch.strided:
-        values = local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
-        return f"{place} of {digest(values)}"
     flat = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()

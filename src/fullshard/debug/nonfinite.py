@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.debug.values import ModuleValues
+from fullshard.debug.values import ModuleValues, values_here
 from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.engine.ownership import units_of
@@ -155,12 +154,9 @@ class _NonFiniteSearch:
 @torch.no_grad()
 def _wrong(tensor: torch.Tensor) -> str | None:
     """Return how many values of a tensor are not finite; None if all are."""
-    local = tensor.detach()
-    local = local._local_tensor if isinstance(local, DTensor) else local
+    local = values_here(tensor)
     if not local.numel() or not (local.is_floating_point() or local.is_complex()) or local.is_meta:
         return None
-    if local.layout is not torch.strided:
-        local = local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
     if local.itemsize == 1:  # formats of one byte have few operations
         local = local.float()
     if local.isfinite().all():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
 from fullshard.engine.containers import iterate_tensors
@@ -19,7 +20,7 @@ from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.names import WRAPPED, clean_name, is_compiled
 from fullshard.engine.unit import Unit
 
-__all__ = ["ModuleValues"]
+__all__ = ["ModuleValues", "values_here"]
 
 
 class ModuleValues:
@@ -89,6 +90,15 @@ class ModuleValues:
             self._visit("backward", name, what, [gradient])
 
 
+def values_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor has on this rank: of a DTensor the local ones, of a sparse one those stored."""
+    local = tensor.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    if local.layout is torch.strided:
+        return local
+    return local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
+
+
 def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the modules whose forward is part of a compiled one: a hook would compile it anew."""
     found: set[nn.Module] = set()
@@ -101,7 +111,7 @@ def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _unseen() -> bool:
-    """True inside of compiled code and of functorch's transforms, and if checkpointed activations are recomputed."""
+    """Return True in compiled code, in functorch's transforms, and if checkpointed activations are recomputed."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._functorch.maybe_current_level() is not None or hooks.in_backward()

@@ -1,4 +1,4 @@
-"""Why ranks are stuck, from the reports of all of them. Pure functions, without communication.
+"""Pure functions that find out from the reports of all ranks why they are stuck.
 
 [Note: Why ranks are stuck]
 All ranks of a process group have to launch the same collectives in the same order. Ranks that wait for a collective

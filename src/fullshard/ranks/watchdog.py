@@ -206,7 +206,7 @@ class Watchdog:
         atexit.unregister(self._exit)
 
     def watches(self, world: dist.ProcessGroup | None) -> bool:
-        """True if this is the watchdog of ``world``, though it may have ended."""
+        """Return True if this is the watchdog of ``world``, though it may have ended."""
         return world is self._world
 
     def watch_thread(self) -> None:
@@ -214,7 +214,7 @@ class Watchdog:
         self._training = threading.get_ident()
 
     def watches_thread(self) -> bool:
-        """True if the thread that calls this is watched."""
+        """Return True if the thread that calls this is watched."""
         return self._training == threading.get_ident() and not self._stop.is_set()
 
     def explained(self, error: RuntimeError) -> RuntimeError:
@@ -495,7 +495,7 @@ class Watchdog:
         return since if since is not None and now - since > self.stuck_s else None
 
     def _is_in_collective(self) -> bool:
-        """True if the training thread is in a function that calls collectives or waits for them."""
+        """Return True if the training thread is in a function that calls collectives or waits for them."""
         frame: FrameType | None = sys._current_frames().get(self._training)
         if frame is None:
             return False
@@ -693,7 +693,7 @@ def _last_line(error_file: Path | None) -> str:
 
 
 def _short(error: RuntimeError) -> str:
-    """The text of a back end's error without the place in its source, and without advice."""
+    """Return the text of a back end's error without the place in its source, and without advice."""
     text = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).split(". ")[0]
     return re.sub(r" *\[[^]]*\]:\d+", "", text)[:120]
 
@@ -715,7 +715,7 @@ def _has_server(store: Store) -> bool:
 
 
 def _is_fake(world: dist.ProcessGroup) -> bool:
-    """True for back ends that do not communicate."""
+    """Return True for back ends that do not communicate."""
     return all("fake" in world._get_backend(device).name().lower() for device in world._device_types)
 
 

@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,9 @@ __all__ = ["Clock", "Trace", "own_groups", "recorded", "trace"]
 _SHOWN = 12
 
 
+@dataclass(eq=False)
 class Trace:
-    """What a trace has recorded, on all ranks; complete when its context has ended.
+    """Timelines of all ranks, complete when the context of ``fullshard.trace`` has ended.
 
     Attributes:
         segments: By rank: what its training thread (on an accelerator, its current stream) did, from the first event to
@@ -36,12 +38,9 @@ class Trace:
         memory: By rank: bytes of the engine's buffers over time, beyond the least that they had.
     """
 
-    segments: dict[int, list[Segment]]
-    launches: dict[int, dict[tuple[RankGroup, int], Launched]]
-    memory: dict[int, list[tuple[float, int]]]
-
-    def __init__(self) -> None:
-        self.segments, self.launches, self.memory = {}, {}, {}
+    segments: dict[int, list[Segment]] = field(default_factory=dict)
+    launches: dict[int, dict[tuple[RankGroup, int], Launched]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
     def add(self, rank: int, events: Sequence[Event], groups: Mapping[int, RankGroup]) -> None:
         """Add what a rank has recorded, and the process groups by the numbers that it has for them."""
@@ -66,7 +65,7 @@ class Trace:
             yield f"{rank:>5} {steps:>6} {1e3 * whole:>12.1f} " + " ".join(f"{1e3 * each:>9.1f}" for each in parts)
 
     def _steps(self, rank: int) -> int:
-        """Steps of an optimizer in the trace, at least 1: what comes after the last one is no step of its own."""
+        """Return the number of optimizer steps in the trace, at least 1; what comes after the last one is no step."""
         return max(1, len({segment.step for segment in self.segments[rank] if segment.phase == "forward"}))
 
     def _exposed(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the training thread of a rank did between the events of a trace: segments without gaps."""
+"""Timelines of a rank: segments without gaps between the events of a trace, collectives, and memory."""
 
 from __future__ import annotations
 
