@@ -3,12 +3,12 @@
 [Note: Rank barrier]
 Ranks synchronize through the key-value store of the process group and not in a collective of its backend: on an
 accelerator that would be one of training, which the collectives of a rank that did not come match by chance, and a
-group for it has to be made by all ranks. A barrier is three keys of the store. Each rank that arrives appends the name
+group for it has to be made by all ranks. A barrier is four keys of the store. Each rank that arrives appends the name
 of its operation to the first, so that one request reads the reports of all ranks, and counts itself in the second. The
 third is the result: a rank that fails proposes its error, and the last rank to arrive proposes what the names say. The
 first proposal counts for all ranks, also for one that looks later. So all ranks leave a barrier with the same result,
-and stay synchronized for the next, whose last rank removes the keys. A rank makes a handful of requests per barrier,
-whatever the number of ranks.
+and stay synchronized for the next. The fourth counts those that have left, of which the last removes the keys. A rank
+makes a handful of requests per barrier, whatever the number of ranks.
 
 Whether the others will come is for the watchdog to find out, as for every wait of the training thread: a rank that
 evaluates or writes for long is waited for.
@@ -47,7 +47,7 @@ _STEP_TIMEOUT_S = 3600.0  # ranks read and write different amounts
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
 _CHECK_S = 0.5  # without an answer, until it is looked whether the run has been ended
-_KEYS = ("reports", "count", "result")  # see [Note: Rank barrier]
+_KEYS = ("reports", "count", "result", "left")  # see [Note: Rank barrier]
 
 
 class _BarrierStore:
@@ -85,12 +85,10 @@ class _BarrierStore:
             seconds: Limit of the wait.
         """
         keys: Any = self.keys
-        reports, count, decided = (f"{number}/{key}" for key in _KEYS)
+        own_keys = [f"{number}/{key}" for key in _KEYS]
+        reports, count, decided, left = own_keys
         keys.append(reports, json.dumps([rank, name]) + "\n")
         arrived = int(keys.add(count, 1))
-        if arrived == len(self.ranks):  # so all have left the one before
-            for key in _KEYS:
-                keys.delete_key(f"{number - 1}/{key}")
         deadline = time.monotonic() + seconds
         # Not store.wait(), which logs its timeouts.
         pause, longest = _FIRST_POLL_S, max(_LAST_POLL_S, len(self.ranks) / _REQUESTS_PER_S)
@@ -102,6 +100,9 @@ class _BarrierStore:
             called = sorted(json.loads(line) for line in read(keys, reports).splitlines())
             result = _result_of(dict(called), self.ranks, seconds)
         kind, message = json.loads(keys.compare_set(decided, "", json.dumps(result)))
+        if keys.add(left, 1) == len(self.ranks):
+            for key in own_keys:
+                keys.delete_key(key)
         return kind, message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
@@ -14,17 +13,11 @@ from fullshard.ranks.agreement import digest_of
 __all__ = ["prefix_of", "read", "seconds_from"]
 
 _UNSET = "unset"  # not JSON
-_made: Counter[str] = Counter()
 
 
 def prefix_of(group: dist.ProcessGroup, purpose: str) -> str:
-    """Return a new prefix for keys of a group of ranks, all of which call this equally often.
-
-    It is numbered, as a later group may have the name of one that was destroyed, and find its keys.
-    """
-    name = f"fullshard/{purpose}/{digest_of((group.group_name, dist.get_process_group_ranks(group))).hex()}"
-    _made[name] += 1
-    return f"{name}/{_made[name]}"
+    """Return the prefix that separates the keys of a group of ranks for one purpose."""
+    return f"fullshard/{purpose}/{digest_of((group.group_name, dist.get_process_group_ranks(group))).hex()}"
 
 
 def read(keys: Any, key: str) -> bytes:

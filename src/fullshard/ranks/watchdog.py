@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import linecache
 import logging
@@ -100,6 +101,7 @@ _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", 
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
+_generations = itertools.count()  # of default process groups in this process: their stores may be the same
 _refused: weakref.ref[dist.ProcessGroup] | None = None  # a world whose watchdog could not be started
 
 
@@ -180,7 +182,8 @@ class Watchdog:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
         self._world, self._rank = world, world.rank()
         store: Any = dist.distributed_c10d._get_default_store()
-        self._keys, self._has_server = PrefixStore(prefix_of(world, "watchdog"), store.clone()), _has_server(store)
+        self._keys = PrefixStore(prefix_of(world, f"watchdog/{next(_generations)}"), store.clone())
+        self._has_server = _has_server(store)
         self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
         self._looked, self._error_file, self._stop = time.monotonic(), _error_file(), threading.Event()
