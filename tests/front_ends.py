@@ -30,9 +30,10 @@ from fullshard import (
     replicate,
 )
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.comm import base
+from fullshard.comm import Collective
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.states import Phase
+from fullshard.progress import PROGRESS
 from fullshard.wrap import ModuleWrapPolicy
 from models import Block, LossOf, reference_backward, square_loss
 from ranks import Rank
@@ -359,18 +360,19 @@ class Events(list[str]):
     """
 
     def __enter__(self) -> Events:
-        base._observers.append(self.collective)
+        PROGRESS.observers.append(self.noted)
         self.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
-        base._observers.remove(self.collective)
+        PROGRESS.observers.remove(self.noted)
 
-    def collective(self, collective: base.Collective) -> None:
-        """Note one collective."""
-        event = f"{collective.kind} {collective.unit or 'root'}"
-        if self[-1:] != [event]:
-            self.append(event)
+    def noted(self, _: object, collectives: Sequence[Collective]) -> None:
+        """Note the collectives of an event."""
+        for collective in collectives:
+            event = f"{collective.kind} {collective.unit or 'root'}"
+            if self[-1:] != [event]:
+                self.append(event)
 
     def short(self) -> str:
         """ "gather blocks.1" becomes G1, forward F1, backward B1, between b1, reduce R1; root: Gr, Rr; first: Bf."""

@@ -61,7 +61,7 @@ def test_segments_follow_each_other() -> None:
         ("wait", "forward", "b"): 0.8,
         ("compute", "backward", "b"): 1.0,
     }
-    assert launches(found, GROUPS) == {(ALL, 7): Launched(1.1, "all_gather", "b", ("forward", "a"))}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(1.1, "all_gather", "b")}
     assert memory(found) == [(2.9, 64), (5.5, 0)]
 
 
@@ -73,19 +73,14 @@ def test_reasons_of_exposed_communication() -> None:
         Segment(30.0, 31.0, 0, 0, "wait", "forward", "c", ALL, 3),  # all issued long before
         Segment(31.0, 40.0, 0, 0, "compute", "forward", "c"),
     ]
-    own = {
-        (ALL, n): Launched(t, "all_gather", u, ("", ""))
-        for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))
-    }
-    other = {
-        (ALL, n): Launched(t, "all_gather", u, ("", "")) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))
-    }
+    own = {(ALL, n): Launched(t, "all_gather", u) for n, t, u in ((1, 5.0, "a"), (2, 19.9999, "b"), (3, 12.0, "c"))}
+    other = {(ALL, n): Launched(t, "all_gather", u) for n, t, u in ((1, 14.0, "a"), (2, 18.0, "b"), (3, 13.0, "c"))}
     found = {each.units: each for each in exposed_waits(0, waits, {0: own, 1: other})}
     parts = {u: (each.late_issue, each.slow_link, each.slow_peer) for u, each in found.items()}
     assert parts == {"a": (0.0, 2.0, 4.0), "b": (2.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0)}
     assert dict(found["a"].peers) == {1: 4.0}
     assert last_arrivals({0: own, 1: other}) == {0: 1, 1: 2}
-    alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a", ("", "")) for n in (1, 2, 3)}
+    alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a") for n in (1, 2, 3)}
     assert last_arrivals({0: own, 1: other, 2: alone}) == {0: 1, 1: 2, 2: 0}  # another group, of the same name
     assert dict(exposed_waits(0, waits, {0: own, 1: other, 2: alone})[0].peers) == {1: 4.0}
 
@@ -159,7 +154,7 @@ def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
         assert {event["pid"] for event in stored} == {0, 1} and {event["ph"] for event in stored} == {"M", "X", "C"}
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in stored if event["ph"] == "X")
         assert (folder / "step.png").stat().st_size > 5000
-    assert PROGRESS.traced is None
+    assert not PROGRESS.observers
 
 
 def test_streams_of_an_accelerator() -> None:
@@ -183,23 +178,21 @@ def test_streams_of_an_accelerator() -> None:
     assert [(s.begin, s.end, s.activity) for s in own] == [
         (0.0, 1.0, "compute"), (1.0, 6.1, "wait"), (6.1, 6.5, "compute"), (6.5, 7.0, "wait"), (7.0, 7.5, "compute"),
     ]  # fmt: skip
-    assert launches(found, GROUPS) == {(ALL, 7): Launched(4.0, "all_gather", "b", ("forward", "a"), end=6.0)}
+    assert launches(found, GROUPS) == {(ALL, 7): Launched(4.0, "all_gather", "b", end=6.0)}
     exposed = {(each.kind, each.units): each.seconds for each in exposed_waits(0, own, {0: launches(found, GROUPS)})}
     assert exposed == {("all_gather", "b"): pytest.approx(5.1), ("copy", "b"): pytest.approx(0.5)}
 
 
 @on_ranks(2)
 def test_what_a_trace_refuses(rank: Rank, tmp_path: Path) -> None:
-    """Another trace inside; a folder that cannot be made raises on all ranks; a model that is new on an accelerator."""
+    """A folder that cannot be made raises on all ranks; a model that is new on an accelerator."""
     if rank.device.type != "cpu":
         memory_module._device_streams.clear()
         with pytest.raises(FullshardError, match="expected the first forward on an accelerator before"):  # noqa: PT012
             with fullshard.trace(tmp_path / "inside"):
                 model = fullshard.fully_shard(nn.Linear(2, 2).to(rank.device))
                 model(torch.ones(1, 2, device=rank.device))
-    with fullshard.trace(tmp_path / "a"), pytest.raises(FullshardError, match="a trace runs already"):
-        fullshard.trace(tmp_path / "b").__enter__()
     (tmp_path / "file").write_text("")
     with pytest.raises(FullshardError, match="cannot write the trace to"), fullshard.trace(tmp_path / "file" / "c"):
         pass
-    assert PROGRESS.traced is None
+    assert not PROGRESS.observers

@@ -34,6 +34,7 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard import (
+    CommQuantization,
     FullshardError,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -50,7 +51,7 @@ from fullshard.progress import PROGRESS, Launch
 from fullshard.ranks import watchdog
 from fullshard.ranks.agreement import differs
 from fullshard.ranks.crash import FOLDER_VARIABLE, STEPS
-from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, judge
+from fullshard.ranks.verdict import OURS, GroupReport, Report, judge
 from fullshard.train.stop import StopRequest
 from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
@@ -521,6 +522,20 @@ def test_buckets_that_one_rank_makes_anew(rank: Rank) -> None:
     assert not differs(PROGRESS.log_of(rank.group).recent()[1][-3:], rank.group)
 
 
+@on_ranks(2)
+def test_quantized_launches_are_compared(rank: Rank) -> None:
+    """They are noted like all others, and recorded with what is really sent."""
+    model = fully_shard(Net())
+    model.set_comm_quantization(CommQuantization(all_gather="int8", min_bytes=1))
+    log = PROGRESS.log_of(rank.group)
+    before = log.count
+    with fullshard.comm.record() as collectives:
+        step_of(model)
+    assert log.count - before == len({each.launch for each in collectives}) == 2
+    assert [each.kind for each in log.recent()[1][-2:]] == ["all_gather", "reduce_scatter"]
+    assert torch.uint8 in {each.dtype for each in collectives} or torch.int8 in {each.dtype for each in collectives}
+
+
 def save_without_one(rank: Rank, path: str) -> str:
     model = fully_shard(Net())
     step_of(model)
@@ -840,14 +855,14 @@ def report(
     return Report(state, "a place", groups={"0": GroupReport([0, 1, 2], 0, launches, began)}, **further)
 
 
-def calls(launches: int, own: int = 0) -> dict[str, Collectives]:
+def calls(launches: int, own: int = 0) -> dict[str, GroupReport[str]]:
     """The collectives of a group: launches, then ones of the user's."""
-    return {"0": Collectives([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
+    return {"0": GroupReport([0, 1, 2], 1, [OURS] * launches + [CALL] * own)}
 
 
-def foreign(launches: int, collectives: dict[str, Collectives]) -> Report:
+def foreign(launches: int, collectives: dict[str, GroupReport[str]]) -> Report:
     """A rank that waits in the last collective of its group."""
-    at = ("0", collectives["0"].last)
+    at = ("0", collectives["0"].end - 1)
     return report("runs", launches, foreign=CALL, foreign_at=at, collectives=collectives)
 
 
@@ -877,7 +892,7 @@ def test_reasons() -> None:
     assert judge({**others, 2: foreign(5, calls(5, 1))}, {}).kind == "slow"  # type: ignore[union-attr]  # it has issued what they wait for
     elsewhere = replace(foreign(4, calls(5)), foreign_at=None)  # in a group with an engine that is not in the world
     assert judge({**others, 2: elsewhere}, {}).kind == "slow"  # type: ignore[union-attr]
-    unlike = foreign(4, {"0": Collectives([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
+    unlike = foreign(4, {"0": GroupReport([0, 1], 1, [OURS] * 5 + [CALL])})  # of the same name
     assert judge({**others, 2: unlike}, {}).kind == "slow"  # type: ignore[union-attr]
     assert judge({0: unlike, 1: unlike}, {}, mismatch="differ") is None
     first = report("raised", 4, error="an error", began=4)  # it has launched nothing in the forward that it has left

@@ -17,7 +17,7 @@ from bench.models import batch_of, next_token_loss
 from bench.planned.cases import Case
 from bench.turns import reason_of
 from bench.worker import join_group
-from fullshard.progress import PROGRESS
+from fullshard.progress import PROGRESS, Event
 
 PLACE = "place"
 MEASURED = "measured step"
@@ -38,7 +38,6 @@ class Worker:
         except Exception as error:
             return {"error": reason_of(error)}
         finally:
-            PROGRESS.traced = None
             gc.collect()
 
     def time(self, case: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -63,6 +62,11 @@ def _times(case: Case, rank: int, steps: int) -> Iterator[float]:
             yield time.perf_counter() - begun
 
 
+def _mark_place(event: Event, _: object) -> None:
+    if event.group < 0:
+        mark(f"{PLACE}|{event.kind}|{event.what}")
+
+
 def _run(case: Case, rank: int) -> dict[str, Any]:
     batches = [batch_of(case.shape, step, rank) for step in range(WARMUP_STEPS + 1)]
     with recorded() as ledger:
@@ -72,10 +76,8 @@ def _run(case: Case, rank: int) -> dict[str, Any]:
         for batch in batches[:-1]:
             _step(model, optimizer, batch, case.microbatches)
         gc.collect()
-        PROGRESS.traced = lambda event: mark(f"{PLACE}|{event[3]}|{event[4]}") if event[5] < 0 else None
-        with range_of(MEASURED):
+        with PROGRESS.observed(_mark_place), range_of(MEASURED):
             _step(model, optimizer, batches[-1], case.microbatches)
-        PROGRESS.traced = None
     span = ledger.span(MEASURED)
     moment, nbytes = ledger.peak(span.begin, span.end)
     place = ("forward", "")

@@ -131,7 +131,7 @@ class Buffer:
         self._storage = self._flat.untyped_storage()
         mark_freed_in_place(self._storage)
         self._nbytes = self._storage.nbytes()
-        if PROGRESS.traced is not None:
+        if PROGRESS.observers:
             PROGRESS.note("memory", str(self._nbytes))
 
     def allocate(self) -> None:
@@ -140,12 +140,12 @@ class Buffer:
             if self._pool is not None:
                 self._pool = current_stream(self.device)
             refill_storage(self._storage, self._nbytes)
-            if PROGRESS.traced is not None:
+            if PROGRESS.observers:
                 PROGRESS.note("memory", str(self._nbytes))
 
     def free(self) -> None:
         """Free the memory."""
-        if PROGRESS.traced is not None and self._storage.nbytes():
+        if PROGRESS.observers and self._storage.nbytes():
             PROGRESS.note("memory", str(-self._nbytes))
         free_storage(self._storage, self._pool)
 
@@ -428,7 +428,7 @@ def traced_wait(launched: tuple[int, int]) -> contextlib.AbstractContextManager[
     Args:
         launched: Group and number of the last launch that it waits for; -1 for copies.
     """
-    return _NOTHING if PROGRESS.traced is None else _in_trace(launched)
+    return _in_trace(launched) if PROGRESS.observers else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()

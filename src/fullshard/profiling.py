@@ -34,12 +34,12 @@ def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractCo
     Returns:
         The context manager.
     """
-    if PROGRESS.traced is not None:
+    if PROGRESS.observers:
         return _traced(operation, units)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))
     if _nvtx_wanted():
-        return _nvtx_range(_name(operation, units))
+        return torch.cuda.nvtx.range("{}", _name(operation, units))
     return _NOTHING
 
 
@@ -48,7 +48,8 @@ def _traced(operation: str, units: Iterable[str]) -> Iterator[None]:
     named = f"{operation} {', '.join(dict.fromkeys(units))}"
     PROGRESS.note("begin", named)
     try:
-        yield
+        with record_function(_name(operation, units)):
+            yield
     finally:
         PROGRESS.note("end", named)
 
@@ -63,12 +64,3 @@ def _nvtx_wanted() -> bool:
     chosen = os.environ.get("FULLSHARD_NVTX")
     wanted = "NSYS_PROFILING_SESSION_ID" in os.environ if chosen is None else chosen != "0"
     return wanted and torch.cuda.is_available()
-
-
-@contextlib.contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -1,12 +1,15 @@
-"""What this process is doing: its step, its phase, and the collectives that it has launched. The watchdog compares it.
+"""What this process is doing: its step, its phase, and the collectives that it has launched.
 
-The engine writes it on the training thread, in every step and without communication; ``fullshard.ranks.watchdog``
-reads it on its own thread when ranks are stuck.
+The engine writes it on the training thread, in every step and without communication. All that happens is one stream of
+events, which has one source, ``Progress.note``; the collectives of a launch come with its event. Whoever observes reads
+this stream: ``fullshard.comm.record``, ``fullshard.trace`` and dry runs. The last events are kept for files about
+crashes, and launches by their process groups: ``fullshard.ranks.watchdog`` compares them on its own thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
@@ -15,6 +18,7 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -26,8 +30,6 @@ __all__ = ["PROGRESS", "Event", "Launch", "LaunchLog", "Progress", "StepCount", 
 LAUNCHES_KEPT = 256  # of each group
 EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
-
-_Launch = tuple[str, tuple[str, ...], int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class UnitName(str):
@@ -103,35 +105,29 @@ class LaunchLog:
     name: str  # of the group, and its ranks: programs may give one name to several groups
     ranks: list[int]  # global ones of the group
     index: int  # of the group, in the order in which groups were first used
-    count: int  # of launches so far
-    began: int  # of them before the last outermost forward
-    digest: int  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
-    steps: int  # by optimizers, of the largest trained units that communicate in the group
+    count: int = 0  # of launches so far
+    began: int = 0  # of them before the last outermost forward
+    digest: int = 0  # of kinds, units and layouts of all of them; steps of roots may differ: ranks may evaluate alone
+    steps: int = 0  # by optimizers, of the largest trained units that communicate in the group
     snapshots: deque[tuple[int, int, int]]  # counts, digests and steps: ranks compare those that both have
-    _before: int  # the digest before the last launch
-    _stepped_at: int  # launches before the last step
-    _recent: deque[_Launch]
+    _before: int = 0  # the digest before the last launch
+    _stepped_at: int = -1  # launches before the last step
+    _recent: deque[tuple[str, tuple[str, ...], int, int, int, tuple[int, ...], tuple[int, ...]]]  # as of ``Launch``
     _named: Counter[str]  # units of a name that have launched
-    _codes: dict[tuple[str, tuple[str, ...], tuple[int, ...], tuple[int, ...]], bytes]
 
     def __init__(self, group: Any, index: int) -> None:
-        self.group, self.index, self.count, self.digest, self.steps = weakref.ref(group), index, 0, 0, 0
+        self.group, self.index, self._named = weakref.ref(group), index, Counter()
         self.ranks = sorted(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
         name = dist.distributed_c10d._world.pg_names.get(group, "")
         self.name = f"{name}-{zlib.crc32(repr(self.ranks).encode()):08x}"
-        self.began, self._before, self._stepped_at = 0, 0, -1
         self.snapshots, self._recent = deque(maxlen=SNAPSHOTS_KEPT), deque(maxlen=LAUNCHES_KEPT)
-        self._named, self._codes = Counter(), {}
 
     def add(self, kind: str, units: tuple[str, ...], step: int, microbatch: int) -> None:
         """Append a launch."""
         known = [(unit.layout, self._number_of(unit)) if isinstance(unit, UnitName) else (0, 0) for unit in units]
         layouts, numbers = zip(*known, strict=True) if known else ((), ())
-        code = self._codes.get((kind, units, layouts, numbers))
-        if code is None:
-            code = self._codes[kind, units, layouts, numbers] = repr((kind, units, layouts, numbers)).encode()
         self._recent.append((kind, units, step, microbatch, self.steps, layouts, numbers))
-        self._before, self.digest = self.digest, zlib.crc32(code, self.digest)
+        self._before, self.digest = self.digest, zlib.crc32(_code(kind, units, layouts, numbers), self.digest)
         self.count += 1
         if not self.count % SNAPSHOT_EVERY:
             self.snapshots.append((self.count, self.digest, self.steps))
@@ -151,7 +147,7 @@ class LaunchLog:
         return number
 
     def stepped(self) -> None:
-        """An optimizer has stepped a unit. Several without a launch in between, as of two optimizers, are one step."""
+        """Count a step of an optimizer. Several without a launch in between, as of two optimizers, are one step."""
         if self._stepped_at != self.count:
             self.steps, self._stepped_at = self.steps + 1, self.count
 
@@ -163,27 +159,29 @@ class LaunchLog:
                 return count - len(launches), [Launch(*each) for each in launches]
 
 
+@functools.cache
+def _code(kind: str, units: tuple[str, ...], layouts: tuple[int, ...], numbers: tuple[int, ...]) -> bytes:
+    """Return a text of a launch without its step, which is the same in all processes."""
+    return repr((kind, units, layouts, numbers)).encode()
+
+
+@dataclass(eq=False, slots=True)
 class StepCount:
     """Counts the steps of one root, and the microbatches of each step."""
 
-    __slots__ = ("microbatch", "step")
-
-    step: int  # steps of optimizers
-    microbatch: int  # number of the last forward since the last step, from 0
-
-    def __init__(self) -> None:
-        self.step, self.microbatch = 0, -1
+    step: int = 0  # steps of optimizers
+    microbatch: int = -1  # number of the last forward since the last step, from 0
 
     def begin_forward(self) -> None:
-        """A forward of the root begins."""
+        """Count a forward of the root that begins."""
         self.microbatch += 1
 
     def forward_failed(self) -> None:
-        """That forward raised: it does not count."""
+        """Take back a forward that raised: it does not count."""
         self.microbatch -= 1
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has stepped its largest trained unit; others, as experts, may be stepped on some ranks only.
+        """Count a step of the largest trained unit; others, as experts, may be stepped on some ranks only.
 
         Several without a forward in between, as of optimizers that step in backward, are one step.
         """
@@ -191,42 +189,41 @@ class StepCount:
             self.step, self.microbatch = self.step + 1, -1
 
 
+Observer = Callable[[Event, Sequence[Any]], object]  # of an event, and of a launch its collectives
+
+
+@dataclass(eq=False)
 class Progress:
     """What this process is doing. Written by the training thread alone."""
 
-    steps: StepCount  # of the root that runs, or ran last
-    phase: str  # "forward", "backward", ...
-    unit: str | None  # that it is in, "" for the root; None: no unit's
-    events: deque[tuple[float, int, int, str, str, int, int]]  # the last ones, as of ``Event``
-    traced: Callable[[tuple[float, int, int, str, str, int, int]], object] | None  # called with each; None: no trace
-    launched: tuple[int, int]  # group and number of the last launch
-    order: list[str]  # units whose forward has begun, in the forward of the root that runs or ran last
-    layouts: dict[int, str]  # by their digest: one phrase for each parameter of a unit, a line each
-    raised: str | None  # the exception that ended the last forward, or its backward
-    threads: set[int]  # that train
-    failure: str | None  # why ranks cannot go on, as all of them know; set by the watchdog
-    watchdog: Any  # knows why collectives fail; opaque here
-    ends: bool  # the process was asked to end: when a collective fails, it does not wait for the reason
-    waiting: tuple[float, int, int] | None  # since when (monotonic) the host waits, group and number of the launch
-    barriers: dict[str, tuple[Sequence[int], int]]  # by group: its ranks, and how many rank barriers this one came to
-    barrier: tuple[float, str, str, int] | None  # that the training thread is in: since when, operation, group, number
-    _logs: weakref.WeakKeyDictionary[Any, LaunchLog]
-    _indices: Iterator[int]
-    _lock: threading.Lock
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._logs, self._indices = weakref.WeakKeyDictionary(), itertools.count()
-        self.traced, self.launched = None, (-1, -1)
-        self.watchdog, self.steps, self.events = None, StepCount(), deque(maxlen=EVENTS_KEPT)
-        self.phase, self.unit, self.order, self.layouts = "user code", None, [], {}
-        self.raised = self.failure = self.waiting = self.barrier = None
-        self.threads, self.ends, self.barriers = set(), False, {}
+    steps: StepCount = field(default_factory=StepCount)  # of the root that runs, or ran last
+    phase: str = "user code"  # or "forward", "backward", ...
+    unit: str | None = None  # that it is in, "" for the root; None: no unit's
+    # The last events. A plain tuple takes a tenth of the time of an ``Event``, and nobody may ever read it.
+    events: deque[tuple[float, int, int, str, str, int, int]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    observers: list[Observer] = field(default_factory=list)  # with one, events have more detail
+    launches: int = 0  # so far, of all groups
+    launched: tuple[int, int] = (-1, -1)  # group and number of the last launch
+    order: list[str] = field(default_factory=list)  # units whose forward has begun, in the last forward of the root
+    layouts: dict[int, str] = field(default_factory=dict)  # by their digest: a line for each parameter of a unit
+    raised: str | None = None  # the exception that ended the last forward, or its backward
+    threads: set[int] = field(default_factory=set)  # that train
+    failure: str | None = None  # why ranks cannot go on, as all of them know; set by the watchdog
+    watchdog: Any = None  # knows why collectives fail; opaque here
+    ends: bool = False  # the process was asked to end: when a collective fails, it does not wait for the reason
+    waiting: tuple[float, int, int] | None = None  # since when (monotonic) the host waits, group and number of a launch
+    # By group: its ranks, and how many rank barriers this one came to.
+    barriers: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict)
+    # The one that the training thread is in: since when, operation, group, number.
+    barrier: tuple[float, str, str, int] | None = None
+    _logs: weakref.WeakKeyDictionary[Any, LaunchLog] = field(default_factory=weakref.WeakKeyDictionary)
+    _indices: Iterator[int] = field(default_factory=itertools.count)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # ---------------------------------------------------------------- phases
 
     def begin_forward(self, steps: StepCount) -> None:
-        """The outermost forward of a root begins, whose steps are counted by ``steps``."""
+        """Note that the outermost forward of a root begins, whose steps are counted by ``steps``."""
         self.steps, self.raised, self.order = steps, None, []
         for log in self.logs():
             log.began = log.count
@@ -234,24 +231,33 @@ class Progress:
         steps.begin_forward()
 
     def enter(self, phase: str, unit: str | None) -> None:
-        """A phase of a unit begins."""
+        """Note that a phase of a unit begins."""
         self.phase, self.unit = phase, unit
         self.note(phase, unit or "")
 
-    def note(self, kind: str, what: str, group: int = -1, number: int = -1) -> None:
-        """Append to the events."""
+    def note(self, kind: str, what: str, group: int = -1, number: int = -1, collectives: Sequence[Any] = ()) -> None:
+        """Append to the events, and tell observers."""
         steps = self.steps
-        event = (time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number)
+        event = time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number
         self.events.append(event)
-        if self.traced is not None:
-            self.traced(event)
+        for observer in self.observers:
+            observer(Event(*event), collectives)
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Have an observer told of each event of the block."""
+        self.observers.append(observer)
+        try:
+            yield
+        finally:
+            self.observers.remove(observer)
 
     def leave(self, phase: str) -> None:
-        """A phase of the whole model has ended."""
+        """Note that a phase of the whole model has ended."""
         self.enter(f"user code after the {phase}", None)
 
     def failed(self, where: str) -> None:
-        """An exception ended a forward or a backward; the first one counts until the next forward."""
+        """Note the exception that ended a forward or a backward; the first one counts until the next forward."""
         if self.raised is None:
             error = sys.exc_info()[1]
             told = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
@@ -269,7 +275,7 @@ class Progress:
         return log
 
     def forget_groups(self, exists: Callable[[Any], bool]) -> None:
-        """Forget process groups that do not exist any more, and what was with them."""
+        """Forget process groups that do not exist any more, and how ranks of the last world waited and failed."""
         with self._lock:
             for group in [group for group in self._logs if not exists(group)]:
                 del self._logs[group]
@@ -282,8 +288,8 @@ class Progress:
         with self._lock:
             return list(self._logs.values())
 
-    def launch(self, log: LaunchLog, kind: str, units: Iterable[str]) -> None:
-        """Note a launch, before it is issued.
+    def launch(self, log: LaunchLog, kind: str, units: Iterable[str], collectives: Sequence[Any] = ()) -> None:
+        """Note a launch, before it is issued, with its collectives if there are observers.
 
         Raises:
             FullshardError: If the watchdog has found that ranks cannot go on.
@@ -292,37 +298,40 @@ class Progress:
             raise FullshardError(self.failure)
         names = tuple(units)
         log.add(kind, names, self.steps.step, max(self.steps.microbatch, 0))
-        self.launched = log.index, log.count - 1
-        self.note(kind, ", ".join(names), *self.launched)
+        self.launches, self.launched = self.launches + 1, (log.index, log.count - 1)
+        self.note(kind, ", ".join(names), *self.launched, collectives)
 
     def arrived(self, before: tuple[int, int]) -> tuple[int, int]:
-        """Collectives on the current stream of an accelerator are through. Returns group and number of the last.
+        """Note that collectives on the current stream of an accelerator are through.
 
         Args:
-            before: ``launched`` before they were. If it is the same they were none, and -1 is returned.
+            before: ``launched`` before they were.
+
+        Returns:
+            Group and number of the last one; -1 if there were none, so that ``launched`` is the same.
         """
         launched = (-1, -1) if self.launched == before else self.launched
-        if self.traced is not None:
+        if self.observers:
             self.note("arrived", "", *launched)
         return launched
 
     def begin_wait(self, launched: tuple[int, int]) -> None:
-        """The host waits for collectives, the last of which is ``launched``."""
+        """Note that the host waits for collectives, the last of which is ``launched``."""
         self.waiting = time.monotonic(), *launched
         self.note("wait", self.unit or "", *launched)
 
     def end_wait(self) -> None:
-        """The host has waited, or collectives have failed."""
+        """Note that the host has waited, or that collectives have failed."""
         launched, self.waiting = (-1, -1) if self.waiting is None else self.waiting[1:], None
         self.note("waited", self.unit or "", *launched)
 
     def is_watched(self) -> bool:
-        """True if the watchdog runs, and watches the thread that calls this."""
+        """Return True if the watchdog runs, and watches the thread that calls this."""
         return self.watchdog is not None and self.watchdog.watches_thread()
 
     @contextlib.contextmanager
     def in_barrier(self, name: str, group: str, number: int) -> Iterator[None]:
-        """This thread waits in a rank barrier, which the watchdog watches if it is the training thread."""
+        """Note a rank barrier in which this thread waits; the watchdog watches that of the training thread."""
         if not self.is_watched():
             yield
             return

@@ -16,7 +16,6 @@ from fullshard import FullshardError
 from fullshard.progress import PROGRESS
 from fullshard.ranks import barrier
 from fullshard.ranks.barrier import STEP_TIMEOUT_VARIABLE, rank_barrier
-from fullshard.ranks.store import GroupStore
 from fullshard.ranks.watchdog import TIMEOUT_VARIABLE, watch
 from ranks import Rank, RankPool, on_ranks
 
@@ -203,7 +202,7 @@ def test_process_outside_of_the_group_is_refused(rank: Rank) -> None:
 def test_requests_to_the_store_do_not_grow_with_ranks(rank: Rank) -> None:
     """A rank makes a bounded number of requests per entry, beside polling; one reads the reports of all ranks."""
     enter("x")
-    store = GroupStore.of(rank.group, "barrier")
+    store = barrier._stores[rank.group]
     counted: list[str] = []
 
     class Counting:
@@ -251,9 +250,9 @@ def test_single_process_needs_no_group() -> None:
 def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where its machine is gone, and torch connects to it again and again: the rank raises what ended the run."""
     answer = threading.Event()
-    store = GroupStore(None, "test")
-    store._default = SimpleNamespace(clone=answer.wait)
+    store = barrier._BarrierStore.__new__(barrier._BarrierStore)
+    store.name, store._default = "test", SimpleNamespace(clone=answer.wait)
     monkeypatch.setattr(PROGRESS, "failure", "the store is gone")
     with pytest.raises(FullshardError, match="the store is gone"):
-        store.next_rendezvous().report("here")
+        barrier._by_thread(lambda: store.meet(1, 0, "here", None, 1.0))
     answer.set()

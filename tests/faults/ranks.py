@@ -19,7 +19,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "ranks/barrier.py",
-        "        PROGRESS.barriers[self._store.name] = self._store.ranks, rendezvous.number\n",
+        "        PROGRESS.barriers[store.name] = store.ranks, store.count\n",
         "        pass\n",
         "Who waits in a save for a rank that waits elsewhere is not known to wait for it.",
         ("checkpoint/test_barrier.py",),
@@ -82,15 +82,15 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "ranks/verdict.py",
-        "(of := _of(reports, name, r, own)) and of.last < number]\n",
-        "not (of := _of(reports, name, r, own)) or of.last < number]\n",
+        "(of := _of(reports, name, r, own)) and of.end <= number]\n",
+        "not (of := _of(reports, name, r, own)) or of.end <= number]\n",
         "A run is ended because a rank sends weights to a process that is not in the world.",
         ("test_watchdog.py",),
     ),
     Fault(
         "ranks/verdict.py",
-        "        own.began < own.count <= _awaited(reports[each], name) and ",
-        "        own.count <= _awaited(reports[each], name) and ",
+        "        own.began < own.end <= _awaited(reports[each], name) and ",
+        "        own.end <= _awaited(reports[each], name) and ",
         "A run is ended because a rank has handled an exception of an evaluation of its own.",
         ("test_watchdog.py",),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -153,10 +152,6 @@ def received_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
     return (2 if kind == "all_reduce" else 1) * nbytes * (world_size - 1) // world_size
 
 
-_observers: list[Callable[[Collective], None]] = []
-_launches = itertools.count()
-
-
 @contextlib.contextmanager
 def record() -> Iterator[list[Collective]]:
     """Collect every collective that this process issues inside the ``with`` block.
@@ -179,11 +174,8 @@ def record() -> Iterator[list[Collective]]:
         ```
     """
     seen: list[Collective] = []
-    _observers.append(seen.append)
-    try:
+    with PROGRESS.observed(lambda _, collectives: seen.extend(collectives)):
         yield seen
-    finally:
-        _observers.remove(seen.append)
 
 
 def launch_all(
@@ -258,7 +250,7 @@ class Transport:
     reduce_group: dist.ProcessGroup  # communicator of reduce_scatter(); ``group`` itself unless they are separate
     rank: int
     world_size: int
-    log: LaunchLog | None = None  # of the group
+    log: LaunchLog | None = None  # of the group; None: no collective is issued
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = self.reduce_group = group
@@ -355,25 +347,30 @@ class Transport:
     def _launch(
         self, kind: Kind, issue: Callable[[Sequence[CommRequest]], Sequence[Work]], requests: Sequence[CommRequest]
     ) -> Sequence[Work]:
-        self._notify(kind, requests)
+        if self.log is None:
+            return issue(requests)
+        collectives = self._collectives(kind, requests) if PROGRESS.observers else ()
+        PROGRESS.launch(self.log, kind, [request.unit for request in requests], collectives)
         try:
             return issue(requests)
         except BaseException:
-            if self.log is not None:
-                self.log.withdraw()  # other ranks wait for it
+            self.log.withdraw()  # other ranks wait for it
             raise
 
-    def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
-        launch = next(_launches)
-        if self.log is not None:
-            PROGRESS.launch(self.log, kind, [request.unit for request in requests])
-        if not _observers:
-            return
-        for unit, operands, _ in requests:
-            for operand in operands:
-                received = received_bytes(kind, operand.unsharded.nbytes, self.world_size)
-                for observer in _observers:
-                    observer(Collective(kind, unit, operand.shard.dtype, operand.unsharded.numel(), received, launch))
+    def _collectives(self, kind: Kind, requests: Sequence[CommRequest]) -> Sequence[Collective]:
+        """Return the collectives of the next launch."""
+        return [
+            Collective(
+                kind,
+                unit,
+                operand.shard.dtype,
+                operand.unsharded.numel(),
+                received_bytes(kind, operand.unsharded.nbytes, self.world_size),
+                PROGRESS.launches,
+            )
+            for unit, operands, _ in requests
+            for operand in operands
+        ]
 
 
 class WrappingTransport(Transport):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.base import CommRequest, Kind, Transport
+from fullshard.comm.base import CommRequest, Transport
 from fullshard.memory import Work
 
 __all__ = ["SingleRankTransport"]
@@ -25,9 +25,6 @@ class SingleRankTransport(Transport):
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-
-    def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
-        """Record nothing: no collective is issued."""
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         _copy([(operand.unsharded, operand.shard) for request in requests for operand in request.operands])

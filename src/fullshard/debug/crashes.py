@@ -1,4 +1,4 @@
-"""What ranks have written about the end of a run, and what it says together."""
+"""Read what ranks have written about the end of a run, and summarize it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVENTS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Crash:
-    """What one rank has written.
+    """The file of one rank about the end of a run.
 
     Args:
         rank: Its global rank.
@@ -69,7 +69,7 @@ def read_crashes(folder: Path) -> dict[int, Crash]:
 
 
 def summarize(crashes: Mapping[int, Crash]) -> str:
-    """Say what happened first, in a paragraph, and list the last events of the rank that it happened to."""
+    """Say in a paragraph what happened first, and list the last events of the rank that it happened to."""
     world_size = max(crash.world_size for crash in crashes.values())
     missing = sorted(set(range(world_size)) - crashes.keys())
     raised = [(event.time, rank, event) for rank, c in crashes.items() for event in c.events if event.kind == "raised"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from fullshard.debug.values import values_here
 
 __all__ = ["digest"]
 
 _WORD = torch.int32.itemsize
-_ROW = 4096  # words with weights of their own
-_SLICE = 256 * _ROW  # words that are multiplied at a time
+_SLICE = 2**20  # words that are multiplied at a time, each with a weight of its own
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd number with mixed bits, as a signed one
 
 
@@ -23,37 +23,22 @@ def digest(tensor: torch.Tensor) -> str:
     and other values, or the same ones in other places, do with a probability of about 1 - 2**-32. The host waits for
     the device. Of tensors that are not dense, the values are digested.
     """
-    local = tensor.detach()
-    local = local._local_tensor if isinstance(local, DTensor) else local
+    local = values_here(tensor)
     place = f"{list(local.shape)} {local.dtype}"
     if local.is_meta or not local.numel():
         return place
-    if local.layout is not torch.strided:
-        values = local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
-        return f"{place} of {digest(values)}"
     flat = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
     whole = flat.numel() // _WORD * _WORD
-    words = flat[:whole].view(torch.int32)
-    total = 0
+    words, total = flat[:whole].view(torch.int32), 0
     for number, part in enumerate(words.split(_SLICE)):  # type: ignore[no-untyped-call]
-        total += int(_weighted(part)) * (2 * number + 1) * _ODD
+        total += int((part * _weights(part.device)[: part.numel()]).sum()) * (2 * number + 1) * _ODD
     return f"{place} {total % 2**64:016x} {flat[whole:].tolist()}"
-
-
-def _weighted(words: torch.Tensor) -> torch.Tensor:
-    """Return the sum of up to ``_SLICE`` words times the weights of their row and their place in it."""
-    weights = _weights(words.device)
-    rows = words.numel() // _ROW
-    sums = (words[: rows * _ROW].view(rows, _ROW) * weights).sum(1)
-    rest = words[rows * _ROW :]
-    sums = torch.cat([sums, (rest * weights[: rest.numel()]).sum().view(1)])
-    return (sums * weights[: sums.numel()].flip(0)).sum()
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    numbers = torch.randint(-(2**62), 2**62, (_ROW,), generator=generator, dtype=torch.int64)
+    numbers = torch.randint(-(2**62), 2**62, (_SLICE,), generator=generator, dtype=torch.int64)
     return (2 * numbers + 1).to(device)

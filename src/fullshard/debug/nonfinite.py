@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.debug.values import ModuleValues
+from fullshard.debug.values import ModuleValues, values_here
 from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.engine.ownership import units_of
@@ -25,8 +24,8 @@ from fullshard.engine.parameters.names import clean_name
 from fullshard.engine.unit import Unit, unit_owning
 from fullshard.errors import NonFiniteError
 from fullshard.progress import PROGRESS, StepCount
-from fullshard.ranks.agreement import gather, list_ranks
-from fullshard.ranks.groups import data_parallel_groups
+from fullshard.ranks.agreement import gather_found, list_ranks, own_rank
+from fullshard.ranks.groups import groups_of
 
 __all__ = ["find_nonfinite"]
 
@@ -69,16 +68,17 @@ def find_nonfinite(model: nn.Module) -> Iterator[None]:
         ```
     """
     search = _NonFiniteSearch(model)
-    search.begin()
-    try:
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(ModuleValues(model, search.look))
+        hooks.enter_context(register_optimizer_step_pre_hook(search.before_step))
+        if (own := search.own_steps) is not None:
+            hooks.enter_context(model.register_forward_pre_hook(lambda *_: own.begin_forward(), prepend=True))
         yield
         search.raise_on_all()
-    finally:
-        search.end()
 
 
 class _Finding(NamedTuple):
-    """The first value that is not finite, in the order of what comes first."""
+    """The first value that is not finite on a rank; findings are ordered by step, microbatch, phase and number."""
 
     step: int
     microbatch: int
@@ -89,32 +89,15 @@ class _Finding(NamedTuple):
 
 
 class _NonFiniteSearch:
-    """The hooks of one ``find_nonfinite``, and what they have found on this rank."""
+    """The values that one ``find_nonfinite`` has looked at on this rank, and what it has found."""
 
     model: nn.Module
-    found: _Finding | None
-    _looked: int
-    _steps: StepCount | None  # of a model without units; None: the engine counts
-    _values: ModuleValues
-    _handles: list[Any]
+    found: _Finding | None = None
+    own_steps: StepCount | None  # of a model without units; None: the engine counts
+    _looked: int = 0
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.found, self._looked = model, None, 0
-        self._steps = None if units_of(model) else StepCount()
-        self._values = ModuleValues(model, self._look)
-
-    def begin(self) -> None:
-        """Register the hooks."""
-        self._values.begin()
-        self._handles = [register_optimizer_step_pre_hook(self._before_step)]
-        if (steps := self._steps) is not None:
-            self._handles.append(self.model.register_forward_pre_hook(lambda *_: steps.begin_forward(), prepend=True))
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        self._values.end()
-        for handle in self._handles:
-            handle.remove()
+        self.model, self.own_steps = model, None if units_of(model) else StepCount()
 
     def raise_on_all(self, units: Iterable[Unit] | None = None) -> None:
         """Raise on all ranks of some units if one of them has found something. A collective.
@@ -125,11 +108,9 @@ class _NonFiniteSearch:
         Raises:
             NonFiniteError: With what was found first.
         """
-        found = {} if self.found is None else {_rank(): self.found}
-        for group in _groups(units_of(self.model) if units is None else units):
-            for others in gather(found, group).values():
-                found |= {rank: _Finding(*each) for rank, each in others.items()}
-        self.found = None
+        found = {} if self.found is None else {own_rank(): self.found}
+        groups = groups_of(unit.mesh for unit in (units_of(self.model) if units is None else units))
+        found, self.found = gather_found(found, groups), None
         if not found:
             return
         first = min(found.values())
@@ -141,7 +122,7 @@ class _NonFiniteSearch:
             [first.name],
         )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look at gradients after their reduction, and compare with other ranks."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -152,19 +133,19 @@ class _NonFiniteSearch:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 fqn = clean_name(name)
-                self._look(_PHASES[2], fqn, f"the reduced gradient of {fqn!r}", [parameter.grad])
+                self.look(_PHASES[2], fqn, f"the reduced gradient of {fqn!r}", [parameter.grad])
         self.raise_on_all(stepped)
-        if self._steps is not None:
-            self._steps.optimizer_stepped()
+        if self.own_steps is not None:
+            self.own_steps.optimizer_stepped()
 
-    def _look(self, phase: str, name: str, what: str, values: Any) -> None:
+    def look(self, phase: str, name: str, what: str, values: Any) -> None:
         """Note the first of some values that is not finite, unless something was found before."""
         if self.found is not None:
             return
         for tensor in iterate_tensors(values):
             self._looked += 1
             if (wrong := _wrong(tensor)) is not None:
-                steps = self._steps or PROGRESS.steps
+                steps = self.own_steps or PROGRESS.steps
                 place = steps.step, max(steps.microbatch, 0), _PHASES.index(phase)
                 self.found = _Finding(*place, self._looked, name, f"{what} has {wrong}")
                 return
@@ -173,12 +154,9 @@ class _NonFiniteSearch:
 @torch.no_grad()
 def _wrong(tensor: torch.Tensor) -> str | None:
     """Return how many values of a tensor are not finite; None if all are."""
-    local = tensor.detach()
-    local = local._local_tensor if isinstance(local, DTensor) else local
+    local = values_here(tensor)
     if not local.numel() or not (local.is_floating_point() or local.is_complex()) or local.is_meta:
         return None
-    if local.layout is not torch.strided:
-        local = local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
     if local.itemsize == 1:  # formats of one byte have few operations
         local = local.float()
     if local.isfinite().all():
@@ -186,12 +164,3 @@ def _wrong(tensor: torch.Tensor) -> str | None:
     nan, infinite = int(local.isnan().sum()), int(local.isinf().sum())
     counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count]
     return f"{' and '.join(counts)} of {local.numel()} values (shape {list(local.shape)}, {local.dtype})"
-
-
-def _groups(units: Iterable[Unit]) -> list[Any]:
-    groups = [group for unit in units for group in data_parallel_groups(unit.mesh)]
-    return list({id(group): group for group in groups}.values())
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

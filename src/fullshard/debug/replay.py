@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from fullshard.debug.values import ModuleValues
 from fullshard.engine.containers import iterate_tensors
 from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.sharded import value_of
-from fullshard.ranks.agreement import gather, list_ranks
-from fullshard.ranks.groups import data_parallel_groups
+from fullshard.ranks.agreement import gather_found, list_ranks, own_rank
+from fullshard.ranks.groups import groups_of
 
 __all__ = ["Replay", "replay"]
 
@@ -87,17 +88,12 @@ def replay(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.
         print(replay(step, model, optimizer))  # bitwise equal (...)
         ```
     """
-    state = _State(model, optimizer)
+    restore = _kept(model, optimizer)
     first = _record(step, model)
-    state.restore()
+    restore()
     second = _record(step, model)
-    found: dict[int, tuple[int, str]] = {}
     own = _first_difference(first, second)
-    if own is not None:
-        found[_rank()] = own
-    for group in dict.fromkeys(g for unit in units_of(model) for g in data_parallel_groups(unit.mesh)):
-        for others in gather(found, group).values():
-            found |= {rank: (number, what) for rank, (number, what) in others.items()}
+    found = gather_found({} if own is None else {own_rank(): own}, groups_of(unit.mesh for unit in units_of(model)))
     if not found:
         return Replay(len(second), None)
     earliest = min(found.values())
@@ -112,12 +108,8 @@ def _record(step: Callable[[], object], model: nn.Module) -> list[_Value]:
     def visit(phase: str, name: str, what: str, values: Any) -> None:
         found.extend((f"{phase}: {what}", digest(tensor)) for tensor in iterate_tensors(values))
 
-    values = ModuleValues(model, visit)
-    values.begin()
-    try:
+    with ModuleValues(model, visit):
         step()
-    finally:
-        values.end()
     for parameter in local_parameters(model):
         found.append((f"after the step: parameter {parameter.fqn!r}", digest(parameter.local_of(parameter.parameter))))
         if parameter.parameter.grad is not None:
@@ -136,60 +128,41 @@ def _first_difference(first: list[_Value], second: list[_Value]) -> tuple[int, s
     return None
 
 
-class _State:
-    """Everything that a step changes, copied."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._model, self._optimizer = model, optimizer
-        parameters = list({id(each.parameter): each.parameter for each in local_parameters(model)}.values())
-        self._buffers = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        tensors = [*(value_of(parameter) for parameter in parameters), *(buffer for _, _, buffer in self._buffers)]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
-        self._groups = self._entries = None
-        if optimizer is not None:
-            self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            self._groups = copy.deepcopy(self._groups)
-            self._entries = {p: _copied(entries) for p, entries in optimizer.state.items()}
-        device = next((t.device for t, _ in self._tensors if t.device.type not in ("cpu", "meta")), None)
-        self._module = None if device is None else torch.get_device_module(device)
-        self._random = torch.get_rng_state(), random.getstate()
-        self._device_random = None if self._module is None else self._module.get_rng_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+def _kept(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Copy everything that a step changes, and return a function that writes it back."""
+    parameters = list({id(each.parameter): each.parameter for each in local_parameters(model)}.values())
+    undo: list[Callable[[], object]] = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                undo.append(partial(module._buffers.__setitem__, name, buffer))  # the step may assign another
+                undo.append(partial(buffer.copy_, buffer.detach().clone()))
+    values = [value_of(parameter) for parameter in parameters]
+    undo += [partial(value.copy_, value.detach().clone()) for value in values]
+    undo.append(partial(mark_shards_written, model))
+    for parameter in parameters:
+        undo.append(partial(setattr, parameter, "grad", None if parameter.grad is None else parameter.grad.clone()))
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            undo.append(partial(group.update, copy.deepcopy(options)))
+        entries = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
+        undo += [optimizer.state.clear, partial(optimizer.state.update, entries)]
+    undo += [partial(torch.set_rng_state, torch.get_rng_state()), partial(random.setstate, random.getstate())]
+    for device in {value.device.type for value in values} - {"cpu", "meta"}:
+        module_of_device = torch.get_device_module(device)
+        undo.append(partial(module_of_device.set_rng_state, module_of_device.get_rng_state()))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Write everything back."""
-        local_parameters(self._model)  # raises in the middle of a step
-        for module, name, buffer in self._buffers:  # the step may have assigned another
-            module._buffers[name] = buffer
-        for tensor, kept in self._tensors:
-            tensor.copy_(kept)
-        mark_shards_written(self._model)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        if self._optimizer is not None and self._groups is not None and self._entries is not None:
-            for group, kept_group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                group.update(kept_group)
-            self._optimizer.state.clear()
-            self._optimizer.state.update(self._entries)
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        if self._module is not None:
-            self._module.set_rng_state(self._device_random)
-        if self._numpy is not None:
-            self._numpy[0].set_state(self._numpy[1])
+    def restore() -> None:
+        local_parameters(model)  # raises in the middle of a step
+        for each in undo:
+            each()
+
+    return restore
 
 
 def _copied(entries: dict[Any, Any]) -> dict[Any, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in entries.items()}
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -26,8 +26,8 @@ from fullshard.debug.digests import digest
 from fullshard.engine.ownership import unit_of, units_of
 from fullshard.errors import ReplicaError
 from fullshard.progress import PROGRESS
-from fullshard.ranks.agreement import gather_if_different, list_ranks, raise_on_all
-from fullshard.ranks.groups import data_parallel_groups
+from fullshard.ranks.agreement import gather_if_different, list_ranks, odd_ranks, raise_on_all
+from fullshard.ranks.groups import groups_of
 
 __all__ = ["check_replicas", "replica_checks"]
 
@@ -77,16 +77,11 @@ def check_replicas(
     for group, own in digests.items():
         everyone = gather_if_different(own, group)
         failure = failure or (_explain(everyone) if everyone else None)
-    raise_on_all(failure and _since_last_good(failure, model), _groups(model))
+    if failure is not None and model in _good:
+        told = f"{failure}. They did after step {_good[model]}: load a checkpoint from that one or before"
+        failure = ReplicaError(told, failure.names)
+    raise_on_all(failure, _groups(model))
     _good[model] = PROGRESS.steps.step
-
-
-def _since_last_good(error: ReplicaError, model: nn.Module) -> ReplicaError:
-    if model not in _good:
-        return error
-    return ReplicaError(
-        f"{error}. They did after step {_good[model]}: load a checkpoint from that one or before", error.names
-    )
 
 
 @contextlib.contextmanager
@@ -132,11 +127,8 @@ def replica_checks(
             if steps % every == 0:
                 check_replicas(model, optimizer, ignore=patterns)
 
-    handle = register_optimizer_step_post_hook(after_step)
-    try:
+    with register_optimizer_step_post_hook(after_step):
         yield
-    finally:
-        handle.remove()
 
 
 def _replicated(
@@ -182,8 +174,7 @@ _good: weakref.WeakKeyDictionary[nn.Module, int] = (
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    groups = (group for unit in units_of(model) for group in data_parallel_groups(unit.mesh))
-    return list(dict.fromkeys(groups))
+    return groups_of(unit.mesh for unit in units_of(model))
 
 
 def _groups_of(parameter: LocalParameter) -> list[dist.ProcessGroup]:
@@ -205,8 +196,7 @@ def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
     told = []
     for name in names[:_SHOWN]:
         values = {rank: own.get(name) for rank, own in digests.items()}
-        common = max(values.values(), key=lambda value: list(values.values()).count(value))
-        odd = [rank for rank, value in values.items() if value != common]
+        odd = odd_ranks(values)
         others = [rank for rank in values if rank not in odd]
         if None in values.values():
             told.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
 from fullshard.engine.containers import iterate_tensors
@@ -19,11 +20,11 @@ from fullshard.engine.ownership import unit_of
 from fullshard.engine.parameters.names import WRAPPED, clean_name, is_compiled
 from fullshard.engine.unit import Unit
 
-__all__ = ["ModuleValues"]
+__all__ = ["ModuleValues", "values_here"]
 
 
 class ModuleValues:
-    """The hooks on all modules of a model, between ``begin`` and ``end``.
+    """A context in which all modules of a model have the hooks.
 
     Args:
         model: Sharded or not.
@@ -45,8 +46,7 @@ class ModuleValues:
         self._units = {module._modules.get(WRAPPED) or module: unit for module, unit in sharded}
         self._handles, self._hooked, self._open = [], set(), False
 
-    def begin(self) -> None:
-        """Register the hooks."""
+    def __enter__(self) -> None:
         self._open = True
         compiled = _compiled_within(self._names)
         for module in self._names:
@@ -55,9 +55,8 @@ class ModuleValues:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after))
 
-    def end(self) -> None:
-        """Remove the hooks. Those on outputs that are still there do nothing from now on."""
-        self._open = False
+    def __exit__(self, *_: object) -> None:
+        self._open = False  # hooks on outputs that are still there do nothing from now on
         for handle in self._handles:
             handle.remove()
 
@@ -67,16 +66,13 @@ class ModuleValues:
         name, unit = self._names[module], self._units.get(module)
         own = module.named_parameters(name, recurse=False)
         parameters = own if unit is None else ((each.fqn, each.unsharded) for each in unit.parameters)
-        for fqn, parameter in parameters:
-            self._before_use(clean_name(fqn), parameter)
+        for fqn, parameter in ((clean_name(fqn), parameter) for fqn, parameter in parameters):
+            self._visit("forward", fqn, f"parameter {fqn!r}", [parameter])
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                look = partial(self._gradient, fqn, f"the gradient of {fqn!r}, before its reduction,")
+                self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
         self._visit("forward", name, f"an input of {_describe(name)}", (args, kwargs))
-
-    def _before_use(self, fqn: str, parameter: torch.Tensor) -> None:
-        self._visit("forward", fqn, f"parameter {fqn!r}", [parameter])
-        if parameter.requires_grad and id(parameter) not in self._hooked:
-            self._hooked.add(id(parameter))
-            look = partial(self._gradient, fqn, f"the gradient of {fqn!r}, before its reduction,")
-            self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if _unseen():
@@ -94,6 +90,15 @@ class ModuleValues:
             self._visit("backward", name, what, [gradient])
 
 
+def values_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor has on this rank: of a DTensor the local ones, of a sparse one those stored."""
+    local = tensor.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    if local.layout is torch.strided:
+        return local
+    return local.coalesce().values() if local.layout is torch.sparse_coo else local.values()
+
+
 def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the modules whose forward is part of a compiled one: a hook would compile it anew."""
     found: set[nn.Module] = set()
@@ -106,7 +111,7 @@ def _compiled_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _unseen() -> bool:
-    """True inside of compiled code and of functorch's transforms, and if checkpointed activations are recomputed."""
+    """Return True in compiled code, in functorch's transforms, and if checkpointed activations are recomputed."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._functorch.maybe_current_level() is not None or hooks.in_backward()

@@ -53,7 +53,7 @@ _KINDS = {
     "optimizer step": "optimizer state",
 }
 # What the process notes of its own training, and a dry run leaves as it was.
-_OWN_PROGRESS = ["traced", "steps", "phase", "unit", "events", "launched", "order", "raised", "waiting"]
+_OWN_PROGRESS = ["observers", "steps", "phase", "unit", "events", "launched", "order", "raised", "waiting"]
 _COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "pack_gradients")
 
 
@@ -185,15 +185,14 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return max([now, *self._device.ends_of(kernels)]) + pending  # type: ignore[no-any-return]
         return float(mark)
 
-    def noted(self, event: tuple[float, int, int, str, str, int, int]) -> None:
+    def noted(self, event: Event, _: object) -> None:
         """Take an event of the engine."""
         self.flush()
-        kind, what = event[3], event[4]
-        if kind == "begin":
-            self._operations.append(what.partition(" ")[0])
-        elif kind == "end" and self._operations:
+        if event.kind == "begin":
+            self._operations.append(event.what.partition(" ")[0])
+        elif event.kind == "end" and self._operations:
             self._operations.pop()
-        self.events.append((self.mark(), Event(*event)))
+        self.events.append((self.mark(), event))
 
     def _stream(self) -> int:
         return self._device.current.number if isinstance(self._device, SimulatedDevice) else 0
@@ -298,11 +297,11 @@ def dry_run(
             begun, flops, computed = run._device.synchronize(), run.costs.flops, run.computation
             kinds = dict(run.costs.kinds)
             first, run.events = len(run.ledger.changes), []
-            PROGRESS.traced = run.noted
+            PROGRESS.observers = [run.noted]
             PROGRESS.enter("user code", None)
             _train(model, optimizer, loss, microbatches)
             PROGRESS.enter("the end of the step", None)
-            PROGRESS.traced = None
+            PROGRESS.observers = []
             ended = run._device.synchronize()
         trace = Trace()
         trace.add(0, [event._replace(time=run.seconds(mark)) for mark, event in run.events], own_groups())

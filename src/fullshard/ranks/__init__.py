@@ -3,9 +3,9 @@
 - ``agreement.py``  comparison of values, and errors that all ranks raise: collectives of a few bytes
 - ``barrier.py``    a barrier that raises on all ranks what one raises, for saving and loading
 - ``watchdog.py``   a thread that finds out why ranks are stuck, and ends it on all of them
-- ``liveness.py``  whether the process of a rank runs, as another one on its machine sees it
+- ``liveness.py``   locks by which processes on one machine see whether others run
 - ``verdict.py``    why ranks are stuck, from the reports of all of them
 - ``crash.py``      what each rank writes to a file when a run ends so
-- ``store.py``      the key-value store that barrier and watchdog use, because it works while collectives hang
+- ``store.py``      keys in the store that barrier and watchdog use, because it works while collectives hang
 - ``groups.py``     process groups of meshes, and one for coordination
 """

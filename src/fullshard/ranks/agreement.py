@@ -28,10 +28,13 @@ __all__ = [
     "digest_of",
     "error_from",
     "gather",
+    "gather_found",
     "gather_if_different",
     "list_differences",
     "list_ranks",
     "list_values",
+    "odd_ranks",
+    "own_rank",
     "raise_on_all",
     "raised_on_all",
     "resolve_group",
@@ -54,6 +57,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
+def own_rank() -> int:
+    """Return this process's global rank, 0 if there are no process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
     """Return the values of all ranks of a group (None: the default one), small and pickled, by global rank."""
     group = resolve_group(group)
@@ -62,6 +70,15 @@ def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
     if len(ranks) > 1:
         dist.all_gather_object(values, value, group=group)
     return dict(zip(ranks, values, strict=True))
+
+
+def gather_found(found: Mapping[int, T], groups: Sequence[dist.ProcessGroup | None]) -> dict[int, T]:
+    """Return what ranks of a mesh, given as the groups of its axes, have found, by global rank."""
+    everything = dict(found)
+    for group in groups:
+        for others in gather(everything, group).values():
+            everything |= others
+    return everything
 
 
 def differs(value: object, group: dist.ProcessGroup | None) -> bool:
@@ -138,6 +155,13 @@ def raised_on_all(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
             raise_on_all(FullshardError(f"interrupted by {type(error).__name__}"), groups)
         raise
     raise_on_all(failure, groups)
+
+
+def odd_ranks(values: Mapping[int, object]) -> list[int]:
+    """Return the ranks that have another value than most; of values that are equally frequent, the first is usual."""
+    everyone = list(values.values())
+    usual = max(everyone, key=everyone.count)
+    return [rank for rank, value in values.items() if value != usual]
 
 
 def who_differs(values: Mapping[int, object]) -> str:

@@ -21,7 +21,7 @@ __all__ = ["FOLDER_VARIABLE", "FORMAT", "crash_folder", "forget_crash", "write_c
 
 FOLDER_VARIABLE = "FULLSHARD_CRASH_DIR"
 STEPS = 3  # of which events are written
-FORMAT = "fullshard crash 1"
+FORMAT = "fullshard crash 2"
 
 
 def crash_folder() -> Path:

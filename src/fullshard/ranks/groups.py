@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,12 +12,17 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import step_timeout
 
-__all__ = ["coordination_group", "data_parallel_groups"]
+__all__ = ["coordination_group", "data_parallel_groups", "groups_of"]
 
 
 def data_parallel_groups(mesh: ShardMesh) -> list[dist.ProcessGroup]:
     """Return the process groups of the shard and of the replicate axis that have more than one rank, in this order."""
     return [axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1]
+
+
+def groups_of(meshes: Iterable[ShardMesh]) -> list[dist.ProcessGroup]:
+    """Return the ``data_parallel_groups`` of several meshes, each once."""
+    return list(dict.fromkeys(group for mesh in meshes for group in data_parallel_groups(mesh)))
 
 
 def coordination_group(group: dist.ProcessGroup | None, *, background: bool = False) -> dist.ProcessGroup | None:

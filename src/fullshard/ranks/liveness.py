@@ -1,4 +1,4 @@
-"""Whether the process of a rank runs, as another process on its machine sees it.
+"""Locks by which a process on a machine sees whether that of another rank runs.
 
 Each rank holds a lock on a file of its own in the memory of its machine, which the kernel releases when the process
 ends, however it ends. Numbers of processes prove nothing: they mean other things in other containers, machines may be

@@ -1,4 +1,4 @@
-"""Why ranks are stuck, from the reports of all of them. Pure functions, without communication.
+"""Pure functions that find out from the reports of all ranks why they are stuck.
 
 [Note: Why ranks are stuck]
 All ranks of a process group have to launch the same collectives in the same order. Ranks that wait for a collective
@@ -25,14 +25,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fullshard.progress import Launch
-from fullshard.ranks.agreement import list_ranks, list_values, values_of_ranks
+from fullshard.ranks.agreement import list_ranks, list_values, odd_ranks, values_of_ranks
 
-__all__ = ["OURS", "Collectives", "GroupReport", "Report", "Verdict", "explain_units", "judge"]
+__all__ = ["OURS", "GroupReport", "Report", "Verdict", "explain_units", "judge"]
 
-OURS = "a launch of fullshard"  # among the collectives of a process group; ``GroupReport`` says more about it
+_T = TypeVar("_T")
+
+OURS = "a launch of fullshard"  # among the collectives of a process group; ``Report.groups`` say more about it
 _UNITS_SHOWN = 3
 _VALUES_SHOWN = 5  # of what ranks do now: each is a line
 _CHARACTERS_SHOWN = 600  # of a line
@@ -63,38 +65,28 @@ _BROKEN = "Look at the network between the machines, and at the settings of the 
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """The last launches of one process group on one rank."""
+class GroupReport(Generic[_T]):
+    """The last collectives of one process group on one rank, numbered.
 
-    ranks: Sequence[int]  # global ranks of the group
-    first: int  # number of the first launch below
-    launches: Sequence[Launch]
-    began: int = 0  # launches before the last outermost forward
-
-    @property
-    def count(self) -> int:
-        """Number of launches so far."""
-        return self.first + len(self.launches)
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """The last collectives of one process group on one rank, the user's too, as torch's flight recorder has them.
+    They are launches of fullshard, from 0; or all collectives as torch's flight recorder has them, from 1, each
+    ``OURS`` or such as "all_gather in full_tensor, called at train.py:33".
 
     Attributes:
         ranks: Global ranks of the group.
-        first: Number of the first collective below, from 1.
-        calls: ``OURS``, or such as "all_gather in full_tensor, called at train.py:33".
+        first: Number of the first collective below.
+        calls: The collectives.
+        began: Launches before the last outermost forward.
     """
 
     ranks: Sequence[int]
     first: int
-    calls: Sequence[str]
+    calls: Sequence[_T]
+    began: int = 0
 
     @property
-    def last(self) -> int:
-        """Number of the last collective; 0 if there was none."""
-        return self.first + len(self.calls) - 1
+    def end(self) -> int:
+        """Number of the next collective."""
+        return self.first + len(self.calls)
 
 
 @dataclass(frozen=True)
@@ -106,14 +98,14 @@ class Report:
             failed), or ``"exited"``.
         place: Such as "the backward of unit 'layers.3' (step 12, microbatch 0)".
         seconds: Since when it has been there.
-        foreign: The collective that is not fullshard's in which it waits, as of ``Collectives``.
+        foreign: The collective that is not fullshard's in which it waits, as in ``collectives``.
         foreign_at: Name of the group, and number of that collective.
         error: The exception that it raised.
         caught: One that it raised in its last steps, after which it went on.
         waits_for: Name of the group, and number of the launch that it waits for.
         order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
-        collectives: Collectives by name of the group.
+        collectives: All collectives, also the user's, by name of the group.
         layouts: How the parameters of their units are cut and sent, by ``Launch.layouts``.
         locks: Those of processes on its machine, and their states, as of ``ranks/liveness.py``.
     """
@@ -127,8 +119,8 @@ class Report:
     caught: str | None = None
     waits_for: tuple[str, int] | None = None
     order: Sequence[str] = ()
-    groups: Mapping[str, GroupReport] = field(default_factory=dict)
-    collectives: Mapping[str, Collectives] = field(default_factory=dict)
+    groups: Mapping[str, GroupReport[Launch]] = field(default_factory=dict)
+    collectives: Mapping[str, GroupReport[str]] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     locks: Mapping[str, str] = field(default_factory=dict)
 
@@ -143,32 +135,35 @@ class Report:
             name: None if value[name] is None else tuple(value[name]) for name in ("waits_for", "foreign_at")
         }
         found["groups"] = {
-            name: GroupReport(**{**each, "launches": [_launch(launch) for launch in each["launches"]]})
+            name: GroupReport(**{**each, "calls": [_launch(launch) for launch in each["calls"]]})
             for name, each in value["groups"].items()
         }
-        found["collectives"] = {name: Collectives(**each) for name, each in value["collectives"].items()}
+        found["collectives"] = {name: GroupReport(**each) for name, each in value["collectives"].items()}
         return cls(**{**value, **found})
 
     @property
-    def related(self) -> dict[str, GroupReport]:
+    def related(self) -> dict[str, GroupReport[Launch]]:
         """The groups in which it has launched, and that of the barrier that it waits in."""
         own = None if self.waits_for is None else self.waits_for[0]
-        return {name: group for name, group in self.groups.items() if group.launches or name == own}
+        return {name: group for name, group in self.groups.items() if group.calls or name == own}
+
+    @property
+    def awaited(self) -> tuple[str, int] | None:
+        """The group and the number of the launch that it waits for, if both are known."""
+        return self.waits_for if self.waits_for is not None and self.waits_for[0] in self.groups else None
 
     @property
     def doing(self) -> str:
         """What it does, for errors."""
-        if self.state == "waits":
-            return f"waits for a collective in {self.place}"
-        if self.state == "broken":
-            return f"had a collective fail in {self.place} ({self.error})"
-        if self.state == "raised":
-            return f"raised an exception ({self.error}); it is in {self.place}"
-        if self.state == "exited":
-            return f"has ended ({self.error or 'without an exception that is known'}); it was in {self.place}"
-        if self.foreign is not None:
-            return f"waits in {self.foreign}, in {self.place}"
-        return f"computes in {self.place}"
+        runs = f"computes in {self.place}" if self.foreign is None else f"waits in {self.foreign}, in {self.place}"
+        ended = self.error or "without an exception that is known"
+        told = {
+            "waits": f"waits for a collective in {self.place}",
+            "broken": f"had a collective fail in {self.place} ({self.error})",
+            "raised": f"raised an exception ({self.error}); it is in {self.place}",
+            "exited": f"has ended ({ended}); it was in {self.place}",
+        }
+        return told.get(self.state, runs)
 
 
 @dataclass(frozen=True)
@@ -286,8 +281,7 @@ def _wanted(reports: Mapping[int, Report], stuck: Sequence[int]) -> set[int]:
     wanted: set[int] = set()
     for rank in stuck:
         report = reports[rank]
-        known = report.waits_for is not None and report.waits_for[0] in report.groups
-        names = [report.waits_for[0]] if known and report.waits_for is not None else report.related
+        names = report.related if report.awaited is None else [report.awaited[0]]
         wanted |= {each for name in names for each in report.groups[name].ranks}
     return wanted
 
@@ -308,7 +302,7 @@ def _has_left(
     if report.state != "raised":
         return False
     return any(
-        own.began < own.count <= _awaited(reports[each], name) and own.began == reports[each].groups[name].began
+        own.began < own.end <= _awaited(reports[each], name) and own.began == reports[each].groups[name].began
         for name, own in report.groups.items()
         for each in stuck
         if name in reports[each].groups
@@ -317,27 +311,27 @@ def _has_left(
 
 def _awaited(report: Report, name: str) -> int:
     """Return the number of the launch of a group that a rank waits for; of its last one, if that is not known."""
-    if report.waits_for is not None and report.waits_for[0] in report.groups:
-        return report.waits_for[1] if report.waits_for[0] == name else -1
-    return report.groups[name].count - 1
+    if report.awaited is None:
+        return report.groups[name].end - 1
+    return report.awaited[1] if report.awaited[0] == name else -1
 
 
 def _late(reports: Mapping[int, Report], rank: int) -> list[int]:
     """Return the ranks that are known not to have issued what a rank waits for."""
     own = reports[rank]
     if own.state in ("waits", "broken"):
-        if own.waits_for is None or own.waits_for[0] not in own.groups:
+        if own.awaited is None:
             return []
-        name, number = own.waits_for
+        name, number = own.awaited
         members = [each for each in own.groups[name].ranks if each in reports]
-        return [r for r in members if name not in reports[r].groups or reports[r].groups[name].count <= number]
+        return [r for r in members if name not in reports[r].groups or reports[r].groups[name].end <= number]
     if own.state != "runs" or own.foreign_at is None:
         return []
     name, number = own.foreign_at
-    return [r for r in own.collectives[name].ranks if (of := _of(reports, name, r, own)) and of.last < number]
+    return [r for r in own.collectives[name].ranks if (of := _of(reports, name, r, own)) and of.end <= number]
 
 
-def _of(reports: Mapping[int, Report], name: str, rank: int, other: Report) -> Collectives | None:
+def _of(reports: Mapping[int, Report], name: str, rank: int, other: Report) -> GroupReport[str] | None:
     """Return the collectives of a group on a rank that is in the very group that another one means by the name."""
     found = reports[rank].collectives.get(name) if rank in reports else None
     return found if found is not None and found.ranks == other.collectives[name].ranks else None
@@ -358,8 +352,8 @@ def _calls(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
             every = {r: of for r in own.ranks if (of := _of(reports, name, r, report)) is not None}
             if len(every) < 2:
                 continue
-            for number in range(max(of.first for of in every.values()), max(of.last for of in every.values()) + 1):
-                here = {r: of.calls[number - of.first] for r, of in every.items() if number <= of.last}
+            for number in range(max(of.first for of in every.values()), max(of.end for of in every.values())):
+                here = {r: of.calls[number - of.first] for r, of in every.items() if number < of.end}
                 odd = [r for r, call in here.items() if call != OURS]
                 if 0 < len(odd) < len(here):
                     return odd, f"number {number} of a process group is {list_values(here)}"
@@ -368,7 +362,7 @@ def _calls(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
 
 def _launch(value: Sequence[Any]) -> Launch:
     kind, units, step, microbatch, group_steps, *layouts = value
-    return Launch(kind, tuple(units), step, microbatch, group_steps, *map(tuple, layouts))  # older files have none
+    return Launch(kind, tuple(units), step, microbatch, group_steps, *map(tuple, layouts))
 
 
 def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
@@ -407,15 +401,12 @@ def _first_different(
     for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
         own = {rank: report.groups[name] for rank, report in reports.items() if name in report.groups}
         first = max(group.first for group in own.values())
-        for number in range(first, max(group.count for group in own.values())):
-            here = {r: group.launches[number - group.first] for r, group in own.items() if number < group.count}
+        for number in range(first, max(group.end for group in own.values())):
+            here = {r: group.calls[number - group.first] for r, group in own.items() if number < group.end}
             if len(here) < 2:
                 break
-            values = {rank: of(launch) for rank, launch in here.items()}
-            if len(set(values.values())) > 1:
-                all_values = [*values.values()]
-                usual = max(set(all_values), key=lambda value: (all_values.count(value), value == all_values[0]))
-                return number, [rank for rank, value in values.items() if value != usual], here
+            if odd := odd_ranks({rank: of(launch) for rank, launch in here.items()}):
+                return number, odd, here
     return None
 
 
@@ -423,21 +414,16 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     """Return ranks in another step than most at the last launch that all ranks of a group have come to, and it."""
     for name in dict.fromkeys(name for report in reports.values() for name in report.groups):
         own = {rank: report.groups[name] for rank, report in reports.items() if name in report.groups}
-        number = min(group.count for group in own.values()) - 1
+        number = min(group.end for group in own.values()) - 1
         if number < max(group.first for group in own.values()):
             continue
-        here = {rank: group.launches[number - group.first] for rank, group in own.items()}
-        steps = [launch.group_steps for launch in here.values()]
-        if len(set(steps)) > 1:
-            usual = max(steps, key=steps.count)
-            told = list_values(
-                {
-                    rank: f"{_describe_one(launch, 0)}, after {launch.group_steps} steps of an optimizer,"
-                    for rank, launch in here.items()
-                }
-            )
-            odd = [rank for rank, launch in here.items() if launch.group_steps != usual]
-            return odd, f"collective {number} (from 0) of a process group is {told}"
+        here = {rank: group.calls[number - group.first] for rank, group in own.items()}
+        if odd := odd_ranks({rank: launch.group_steps for rank, launch in here.items()}):
+            told = {
+                rank: f"{_describe_one(launch, 0)}, after {launch.group_steps} steps of an optimizer,"
+                for rank, launch in here.items()
+            }
+            return odd, f"collective {number} (from 0) of a process group is {list_values(told)}"
     return None
 
 

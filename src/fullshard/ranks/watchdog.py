@@ -57,12 +57,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
-from fullshard.progress import PROGRESS, LaunchLog
+from fullshard.progress import PROGRESS, Event, LaunchLog
 from fullshard.ranks.agreement import digest_of
 from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
-from fullshard.ranks.store import GroupStore, seconds_from
-from fullshard.ranks.verdict import OURS, Collectives, GroupReport, Report, Verdict, explain_units, judge
+from fullshard.ranks.store import prefix_of, read, seconds_from
+from fullshard.ranks.verdict import OURS, GroupReport, Report, Verdict, explain_units, judge
 
 __all__ = ["LOST_VARIABLE", "TIMEOUT_VARIABLE", "Watchdog", "watch"]
 
@@ -101,8 +101,8 @@ _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", 
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_refused: weakref.ref[dist.ProcessGroup] | None = None  # a world whose watchdog could not be started
 _generations = itertools.count()  # of default process groups in this process: their stores may be the same
+_refused: weakref.ref[dist.ProcessGroup] | None = None  # a world whose watchdog could not be started
 
 
 def watch() -> None:
@@ -155,25 +155,25 @@ class Watchdog:
     lost_s: float
     failed: threading.Event  # PROGRESS.failure is set
     _world: dist.ProcessGroup
-    _store: GroupStore
+    _keys: Store  # on a separate connection: a store is locked while a thread waits on it
     _has_server: bool  # the store is that of a server; others write to a file, which signs of life would fill
     _rank: int
     _process: int  # this one
     _lock: str  # that it holds
     _training: int  # the thread that trains
     _poll_s: float
-    _beat: int
-    _broken: tuple[str, float] | None  # the error of a collective, and since when
+    _beat: int = 0  # signs of life so far
+    _broken: tuple[str, float] | None = None  # the error of a collective, and since when
     _idle: tuple[int, str, float]  # launches, place and since when nothing has changed
-    _alarm: tuple[int, float]  # its number, and when this rank has seen it first
-    _judges: bool
+    _alarm: tuple[int, float] = (0, 0.0)  # its number, and when this rank has seen it first
+    _judges: bool = False  # this rank compares the reports of the alarm
     _beats: dict[int, tuple[int, float]]  # of other ranks: the last one, and when this rank has seen it first
-    _mismatch: str  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
+    _mismatch: str = ""  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
-    _has_ended: bool  # this rank has said its last word
+    _has_ended: bool = False  # this rank has said its last word
     _error_file: Path | None  # to which the launcher writes what it catches
-    _suspected: tuple[str, float]  # a deadlock or a broken network, and since when: it counts if it lasts
-    _warned: tuple[str, float]
+    _suspected: tuple[str, float] = ("", 0.0)  # a deadlock or a broken network, and since when: it counts if it lasts
+    _warned: tuple[str, float] = ("", 0.0)  # the last warning, and when
     _compared: Counter[str]  # roots with the same units, by group
     _stop: threading.Event
     _threads: list[threading.Thread]
@@ -181,14 +181,13 @@ class Watchdog:
     def __init__(self, world: dist.ProcessGroup, stuck_s: float, lost_s: float) -> None:
         self.stuck_s, self.lost_s, self.failed = stuck_s, lost_s, threading.Event()
         self._world, self._rank = world, world.rank()
-        self._store = GroupStore.of(world, f"watchdog/{next(_generations)}")
-        self._has_server = _has_server(dist.distributed_c10d._get_default_store())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._keys = PrefixStore(prefix_of(world, f"watchdog/{next(_generations)}"), store.clone())
+        self._has_server = _has_server(store)
         self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
-        self._beat, self._broken, self._idle, self._alarm = 0, None, (0, "", time.monotonic()), (0, 0.0)
-        self._judges, self._beats, self._suspected, self._warned = False, {}, ("", 0.0), ("", 0.0)
-        self._mismatch, self._looked, self._has_ended, self._error_file = "", time.monotonic(), False, _error_file()
-        self._stop, self._compared = threading.Event(), Counter()
+        self._looked, self._error_file, self._stop = time.monotonic(), _error_file(), threading.Event()
+        self._idle, self._beats, self._compared = (0, "", self._looked), {}, Counter()
         self._threads = [
             threading.Thread(target=target, name=f"fullshard {name}", daemon=True)
             for target, name in ((self._run, "watchdog"), (self._watch_store, "watch on the store"))
@@ -210,7 +209,7 @@ class Watchdog:
         atexit.unregister(self._exit)
 
     def watches(self, world: dist.ProcessGroup | None) -> bool:
-        """True if this is the watchdog of ``world``, though it may have ended."""
+        """Return True if this is the watchdog of ``world``, though it may have ended."""
         return world is self._world
 
     def watch_thread(self) -> None:
@@ -218,7 +217,7 @@ class Watchdog:
         self._training = threading.get_ident()
 
     def watches_thread(self) -> bool:
-        """True if the thread that calls this is watched."""
+        """Return True if the thread that calls this is watched."""
         return self._training == threading.get_ident() and not self._stop.is_set()
 
     def explained(self, error: RuntimeError) -> RuntimeError:
@@ -248,7 +247,7 @@ class Watchdog:
         Raises:
             FullshardError: On all ranks of the group, though on the others only when they wait for this one.
         """
-        log, store = PROGRESS.log_of(group), self._store.keys
+        log, store = PROGRESS.log_of(group), self._keys
         names = f"{log.name}/{digest_of(sorted(units)).hex()}"
         self._compared[names] += 1
         key, text = f"units/{names}/{self._compared[names]}", json.dumps(units)
@@ -322,7 +321,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
-        keys, now, place = self._store.keys, time.monotonic(), _place()
+        keys, now, place = self._keys, time.monotonic(), _place()
         if now - self._looked > _QUIET_S + self._poll_s:
             self._beats.clear()  # all processes may have been paused
         self._looked = now
@@ -359,13 +358,11 @@ class Watchdog:
 
     def _compare(self, alarm: int, now: float) -> None:
         """Compare the reports of all ranks that share a group with this one, and say what was found."""
-        ranks = {rank for log in _logs() for rank in log.ranks}
-        if (barrier := PROGRESS.barrier) is not None:  # read once: the training thread writes it
-            ranks.update(PROGRESS.barriers[barrier[2]][0])
+        ranks = {self._rank}
         reports: dict[int, Report] = {}
         quiet: dict[int, _Beat] = {}
         silent: list[int] = []
-        while True:  # ranks of the groups of other ranks too
+        while True:  # ranks of its groups, of the groups of these, and so on
             for rank in ranks - reports.keys() - quiet.keys() - set(silent):
                 beat = self._beat_of(rank)
                 if self._beats.get(rank, (-1, 0.0))[0] != beat.number:
@@ -400,7 +397,7 @@ class Watchdog:
                 reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
-        verdict = judge(reports, lost, silent, mismatch=self._mismatch)
+        verdict = judge(dict(sorted(reports.items())), lost, silent, mismatch=self._mismatch)
         self._mismatch = ""  # until they are compared again
         suspected, self._suspected = self._suspected, ("", 0.0)
         if verdict is None:
@@ -411,7 +408,7 @@ class Watchdog:
             self._suspected = suspected if suspect == suspected[0] else (suspect, now)
         elif verdict.is_final:
             value = json.dumps({"message": _ENDS + verdict.message, "ranks": sorted(ranks), "kind": verdict.kind})
-            self._store.keys.compare_set("failure", "", value)
+            self._keys.compare_set("failure", "", value)
         elif max(reports[rank].seconds for rank in verdict.culprits) > self.stuck_s / 2:  # not if it has just gone on
             self._warn(verdict, now)
 
@@ -439,7 +436,7 @@ class Watchdog:
     def _write_beat(self, *, ended: bool = False, unwatched: str = "") -> None:
         digests = {log.name: list(log.snapshots)[-_DIGESTS_SHOWN:] for log in _logs()}
         beat = _Beat(self._beat, _place(), digests, self._lock, ended, unwatched)
-        self._store.keys.set(f"beat/{self._rank}", json.dumps(beat))
+        self._keys.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _state_of(self, beat: _Beat, reports: Mapping[int, Report]) -> str:
         """Return the state of the process that has given a sign of life; empty if no rank can look for it."""
@@ -459,14 +456,16 @@ class Watchdog:
         groups = {log.name: GroupReport(log.ranks, *log.recent(), log.began) for log in logs}
         # Who waits in a barrier waits for those that have not come to as many. Being in one is no launch of a forward.
         groups |= {name: GroupReport(*at, (), at[1]) for name, at in list(PROGRESS.barriers.items())}
-        layouts = {layout for each in groups.values() for launch in each.launches for layout in launch.layouts}
+        layouts = {layout for each in groups.values() for launch in each.calls for layout in launch.layouts}
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
-        caught = next((event for event in reversed(list(PROGRESS.events)) if event[3] == "raised"), None)
+        caught = next(
+            (event for event in map(Event._make, reversed(list(PROGRESS.events))) if event.kind == "raised"), None
+        )
         report = partial(
             Report,
             place=place,
-            caught=None if caught is None else f"{caught[4]} (step {caught[1]}, microbatch {caught[2]})",
+            caught=None if caught is None else f"{caught.what} (step {caught.step}, microbatch {caught.microbatch})",
             waits_for=waits_for if barrier is None else (barrier[2], barrier[3] - 1),
             locks={lock: state_of(lock) for lock in locks_seen()},
             order=PROGRESS.order[-_UNITS_REPORTED:],
@@ -499,7 +498,7 @@ class Watchdog:
         return since if since is not None and now - since > self.stuck_s else None
 
     def _is_in_collective(self) -> bool:
-        """True if the training thread is in a function that calls collectives or waits for them."""
+        """Return True if the training thread is in a function that calls collectives or waits for them."""
         frame: FrameType | None = sys._current_frames().get(self._training)
         if frame is None:
             return False
@@ -531,8 +530,7 @@ class Watchdog:
 
     def _read(self, key: str) -> Any:
         """Return the value of a key that may be missing, without waiting for it."""
-        found: bytes = self._store.keys.compare_set(key, "unset", "unset")
-        return None if found in (b"unset", b"") else json.loads(found)
+        return json.loads(read(self._keys, key) or "null")
 
     def _exit(self) -> None:
         """Say that the process ends, and by which exception."""
@@ -556,11 +554,11 @@ class Watchdog:
         self._has_ended = True
         with contextlib.suppress(RuntimeError, OSError):
             self._beat, report = self._beat + 1, self._last_report(told)
-            self._store.keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
+            self._keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
             self._write_beat(ended=True)
             for log in () if self.failed.is_set() else _logs(destroyed=True):
                 digest = str(log.digest)
-                if self._store.keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
+                if self._keys.compare_set(f"end/{log.name}/{log.count}", "", digest) != digest.encode():
                     self._tell_difference({*log.ranks[:_RANKS_COMPARED], self._rank})
 
     def _tell_difference(self, ranks: Iterable[int]) -> None:
@@ -622,7 +620,7 @@ class _Beat(NamedTuple):
     unwatched: str = ""  # why there will be no further sign
 
 
-def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tuple[str, int, str] | None]:
+def _collectives(rank: int, training: int) -> tuple[dict[str, GroupReport[str]], tuple[str, int, str] | None]:
     """Return the last collectives of all process groups, and the one that a thread has called and that is unfinished.
 
     From torch's flight recorder; nothing if it is disabled (``TORCH_FR_BUFFER_SIZE=0``).
@@ -648,7 +646,7 @@ def _collectives(rank: int, training: int) -> tuple[dict[str, Collectives], tupl
         if len(known) > 1 and known.get(rank) == group.rank():  # else its maker has numbered it in its own way
             calls = [*entries.get(name, {}).items()][-_COLLECTIVES_REPORTED:]
             first = calls[0][0] if calls else 1
-            found[name] = Collectives(sorted(known), first, [call for _, call in calls])
+            found[name] = GroupReport(sorted(known), first, [call for _, call in calls])
     return found, pending
 
 
@@ -698,7 +696,7 @@ def _last_line(error_file: Path | None) -> str:
 
 
 def _short(error: RuntimeError) -> str:
-    """The text of a back end's error without the place in its source, and without advice."""
+    """Return the text of a back end's error without the place in its source, and without advice."""
     text = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).split(". ")[0]
     return re.sub(r" *\[[^]]*\]:\d+", "", text)[:120]
 
@@ -720,7 +718,7 @@ def _has_server(store: Store) -> bool:
 
 
 def _is_fake(world: dist.ProcessGroup) -> bool:
-    """True for back ends that do not communicate."""
+    """Return True for back ends that do not communicate."""
     return all("fake" in world._get_backend(device).name().lower() for device in world._device_types)
 
 

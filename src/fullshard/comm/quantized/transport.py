@@ -42,8 +42,6 @@ from fullshard.comm.base import (
     Operand,
     Transport,
     WrappingTransport,
-    _launches,
-    _observers,
     issue_all,
     received_bytes,
 )
@@ -51,6 +49,7 @@ from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.memory import Work
 from fullshard.policy import CommQuantization
+from fullshard.progress import PROGRESS
 
 __all__ = ["QUANTIZED_DTYPES", "QuantizedTransport", "Traffic"]
 
@@ -99,11 +98,11 @@ class QuantizedTransport(WrappingTransport):
         """Return what the wrapped transport chooses; arguments as for ``Transport.smallest_direct``."""
         return self.base.smallest_direct(kind, shards, copied=copied)
 
-    def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
-        """Record nothing yet: ``_sort`` records what is really sent."""
+    def _collectives(self, kind: Kind, requests: Sequence[CommRequest]) -> Sequence[Collective]:
+        return self._sort(kind, requests, Traffic())[2]
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        layout, plain = self._sort("all_gather", requests)
+        layout, plain, _ = self._sort("all_gather", requests)
         if not layout.places:
             return self.base._all_gather(plain)
         with torch.inference_mode(False), torch.no_grad():
@@ -116,7 +115,7 @@ class QuantizedTransport(WrappingTransport):
         return [*works, _Finish(finish, sent)]
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        layout, plain = self._sort("reduce_scatter", requests)
+        layout, plain, _ = self._sort("reduce_scatter", requests)
         if not layout.places:
             return self.base._reduce_scatter(plain)
         rank, peers = self.rank, self.world_size - 1
@@ -134,7 +133,7 @@ class QuantizedTransport(WrappingTransport):
         return [*works, _Finish(partial(layout.add_up, arrived, rank), sent)]
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        layout, plain = self._sort("all_reduce", requests)
+        layout, plain, _ = self._sort("all_reduce", requests)
         if not layout.places:
             return self.base._all_reduce(plain)
         size = layout.format.row_bytes
@@ -185,11 +184,23 @@ class QuantizedTransport(WrappingTransport):
 
     # ---------------------------------------------------------------- what is quantized
 
-    def _sort(self, kind: Kind, requests: Sequence[CommRequest]) -> tuple[_MessageLayout, list[CommRequest]]:
-        """Split operands into what is quantized and what is left to the transport underneath; count and record both."""
+    def _sort(
+        self, kind: Kind, requests: Sequence[CommRequest], traffic: Traffic | None = None
+    ) -> tuple[_MessageLayout, list[CommRequest], list[Collective]]:
+        """Split operands into what is quantized and what is left to the transport underneath.
+
+        Args:
+            kind: Collective.
+            requests: The operands.
+            traffic: Counts bytes; None: that of the kind.
+
+        Returns:
+            What is quantized, what is left, and both as collectives for who records the launch.
+        """
         name = self.policy.all_gather if kind == "all_gather" else self.policy.reduce
         layout = _MessageLayout(BlockFormat(name or "int8", self.policy.block), kind, self.world_size)
-        traffic, launch, plain = self.traffic.setdefault(kind, Traffic()), next(_launches), []
+        traffic = self.traffic.setdefault(kind, Traffic()) if traffic is None else traffic
+        plain, sent = [], []
         for unit, operands, scaling in requests:
             others = []
             for operand in operands:
@@ -204,11 +215,10 @@ class QuantizedTransport(WrappingTransport):
                 traffic.collectives += 1
                 traffic.nbytes += received
                 traffic.full_bytes += full
-                for observer in _observers:
-                    observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
+                sent.append(Collective(kind, unit, dtype, operand.unsharded.numel(), received, PROGRESS.launches))
             if others:
                 plain.append(CommRequest(unit, others, scaling))
-        return layout, plain
+        return layout, plain, sent
 
     def _spans(self, operand: Operand) -> list[_Span]:
         """The shard of an operand cut into spans that follow one another and cover it; none if none is quantized."""

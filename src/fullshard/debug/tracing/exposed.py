@@ -47,7 +47,7 @@ class Exposed:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Exposed seconds in total: late issue, slow link, slow peer."""
         return self.late_issue + self.slow_link + self.slow_peer
 
 
@@ -74,15 +74,12 @@ def exposed_waits(
     for segment in segments:
         if segment.activity != "wait":
             continue
-        if segment.number < 0:
-            copies = found.setdefault(("copy", segment.units), Exposed("copy", segment.units))
-            copies.count, copies.slow_link = copies.count + 1, copies.slow_link + segment.seconds
-            continue
-        own = launches[rank].get((segment.group, segment.number))
+        awaited = segment.group, segment.number
+        own = launches[rank].get(awaited) if segment.number >= 0 else Launched(0.0, "copy", segment.units)
         if own is None:  # issued before the trace
             continue
         exposed = found.setdefault((own.kind, own.units), Exposed(own.kind, own.units))
-        arrivals = {r: of[segment.group, segment.number].time for r, of in launches.items() if _has(of, segment)}
+        arrivals = {rank: own.time} | {r: of[awaited].time for r, of in launches.items() if awaited in of}
         last = max(arrivals, key=lambda r: arrivals[r])
         arrived = min(max(arrivals[last], segment.begin), segment.end)
         exposed.count += 1
@@ -130,7 +127,3 @@ def late_ranks(segments: Mapping[int, Sequence[Segment]]) -> list[LateRank]:
             if late > max(_LEAST_S, _LEAST_SHARE * usual) and quartile > _LEAST_QUARTILE * late:
                 found.append(LateRank(late, rank, phase, units))
     return sorted(found, reverse=True)
-
-
-def _has(launches: Mapping[_Key, Launched], segment: Segment) -> bool:
-    return (segment.group, segment.number) in launches

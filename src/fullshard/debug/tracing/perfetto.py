@@ -69,7 +69,7 @@ def _spans(
 def _collectives(
     launches: Mapping[int, Mapping[tuple[RankGroup, int], Launched]], start: float
 ) -> Iterator[dict[str, Any]]:
-    """From the issue of each collective to its end, as far as that is known."""
+    """Yield spans from the issue of each collective to its end, as far as that is known."""
     for rank, own in launches.items():
         for (_, number), launched in own.items():
             if launched.end is not None:

@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,15 +20,16 @@ from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launc
 from fullshard.errors import FullshardError
 from fullshard.memory import DeviceClock, HostClock, uses_accelerator
 from fullshard.progress import PROGRESS, Event
-from fullshard.ranks.agreement import gather, raise_on_all
+from fullshard.ranks.agreement import gather, own_rank, raise_on_all
 
 __all__ = ["Clock", "Trace", "own_groups", "recorded", "trace"]
 
 _SHOWN = 12
 
 
+@dataclass(eq=False)
 class Trace:
-    """What a trace has recorded, on all ranks; complete when its context has ended.
+    """Timelines of all ranks, complete when the context of ``fullshard.trace`` has ended.
 
     Attributes:
         segments: By rank: what its training thread (on an accelerator, its current stream) did, from the first event to
@@ -36,12 +38,9 @@ class Trace:
         memory: By rank: bytes of the engine's buffers over time, beyond the least that they had.
     """
 
-    segments: dict[int, list[Segment]]
-    launches: dict[int, dict[tuple[RankGroup, int], Launched]]
-    memory: dict[int, list[tuple[float, int]]]
-
-    def __init__(self) -> None:
-        self.segments, self.launches, self.memory = {}, {}, {}
+    segments: dict[int, list[Segment]] = field(default_factory=dict)
+    launches: dict[int, dict[tuple[RankGroup, int], Launched]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
     def add(self, rank: int, events: Sequence[Event], groups: Mapping[int, RankGroup]) -> None:
         """Add what a rank has recorded, and the process groups by the numbers that it has for them."""
@@ -66,7 +65,7 @@ class Trace:
             yield f"{rank:>5} {steps:>6} {1e3 * whole:>12.1f} " + " ".join(f"{1e3 * each:>9.1f}" for each in parts)
 
     def _steps(self, rank: int) -> int:
-        """Steps of an optimizer in the trace, at least 1: what comes after the last one is no step of its own."""
+        """Return the number of optimizer steps in the trace, at least 1; what comes after the last one is no step."""
         return max(1, len({segment.step for segment in self.segments[rank] if segment.phase == "forward"}))
 
     def _exposed(self) -> Iterator[str]:
@@ -112,15 +111,14 @@ class Clock(Protocol):
 def recorded(clock: Clock) -> Iterator[list[Event]]:
     """Record the events of this rank. The list has them when the context ends."""
     found: list[Event] = []
-    marked: list[tuple[Any, tuple[float, int, int, str, str, int, int]]] = []
-    PROGRESS.traced = lambda event: marked.append((clock.mark(), event))
-    PROGRESS.enter("user code", None)
-    try:
-        yield found
-    finally:
-        PROGRESS.enter("the end of the trace", None)
-        PROGRESS.traced = None
-    found += [Event(*event)._replace(time=clock.seconds(mark)) for mark, event in marked if mark is not None]
+    marked: list[tuple[Any, Event]] = []
+    with PROGRESS.observed(lambda event, _: marked.append((clock.mark(), event))):
+        PROGRESS.enter("user code", None)
+        try:
+            yield found
+        finally:
+            PROGRESS.enter("the end of the trace", None)
+    found += [event._replace(time=clock.seconds(mark)) for mark, event in marked if mark is not None]
 
 
 @contextlib.contextmanager
@@ -142,8 +140,7 @@ def trace(folder: str | Path) -> Iterator[Trace]:
         The trace, which is empty until the context ends.
 
     Raises:
-        FullshardError: If a trace runs already, the first forward on an accelerator was inside the context, or the
-            files cannot be written.
+        FullshardError: If the first forward on an accelerator was inside the context, or the files cannot be written.
 
     Example:
         ```python
@@ -159,8 +156,6 @@ def trace(folder: str | Path) -> Iterator[Trace]:
         print(trace.table())
         ```
     """
-    if PROGRESS.traced is not None:
-        raise FullshardError("a trace runs already; end its context first")
     found, on_accelerator, folder = Trace(), uses_accelerator(), Path(folder)
     clock: Clock = DeviceClock() if on_accelerator else HostClock()
     shift = _clock_shift()
@@ -199,7 +194,7 @@ def _clock_shift() -> float:
     for _ in range(5):
         gather(None, None)
         clocks = gather(time.time(), None)
-        differences.append(clocks[dist.get_rank() if dist.is_initialized() else 0] - clocks[min(clocks)])
+        differences.append(clocks[own_rank()] - clocks[min(clocks)])
     shift = statistics.median(differences)
     return shift if abs(shift) > _SAME_CLOCK_S else 0.0
 

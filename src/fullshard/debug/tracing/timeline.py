@@ -1,4 +1,4 @@
-"""What the training thread of a rank did between the events of a trace: segments without gaps."""
+"""Timelines of a rank: segments without gaps between the events of a trace, collectives, and memory."""
 
 from __future__ import annotations
 
@@ -63,13 +63,11 @@ class Launched(NamedTuple):
         end: When they were through; on CPUs, when the rank had waited for them. None if it did not.
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         units: Names of units.
-        after: Phase and units of what the rank computed before.
     """
 
     time: float
     kind: str
     units: str
-    after: tuple[str, str]
     end: float | None = None
 
 
@@ -111,17 +109,14 @@ def segments(events: Sequence[Event], groups: Mapping[int, RankGroup]) -> list[S
 def launches(events: Sequence[Event], groups: Mapping[int, RankGroup]) -> dict[tuple[RankGroup, int], Launched]:
     """Return the launches of a rank by group and number."""
     found: dict[tuple[RankGroup, int], Launched] = {}
-    phase, unit = "before the trace", ""
     for event in events:
         key = groups.get(event.group, _NO_GROUP), event.number
         if event.kind in COLLECTIVES:
-            found[key] = Launched(event.time, event.kind, event.what, (phase, unit))
+            found[key] = Launched(event.time, event.kind, event.what)
         elif event.kind in ("arrived", "waited"):
             launched = found.get(key)
             if launched is not None and launched.end is None:
                 found[key] = launched._replace(end=event.time)
-        elif event.kind not in _NO_PHASE:
-            phase, unit = event.kind, event.what
     return found
 
 
