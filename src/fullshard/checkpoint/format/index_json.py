@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import xxhash
 
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, Index, TensorEntry, table_of
+from fullshard.checkpoint.format.index import FileEntry, Index, TensorEntry
 from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, unpack_columns
 from fullshard.errors import CheckpointError
-from fullshard.layout import Region
 from fullshard.messages import clipped
 
 __all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
@@ -70,11 +69,9 @@ def from_json(data: bytes, where: str) -> Index:
     if first is None or first[1].decode(errors="replace") != FORMAT:
         _refuse(where, "not an index of a fullshard checkpoint")
     version = int(first[2])
-    if version > VERSION:
-        raise CheckpointError(
-            f"{where} has format version {version}; this fullshard reads versions up to {VERSION}: install a "
-            "newer fullshard"
-        )
+    if version != VERSION:
+        advice = "install a newer fullshard" if version > VERSION else "no release has written it; save again"
+        raise CheckpointError(f"{where} has format version {version}; this fullshard reads version {VERSION}: {advice}")
     zeroed = data[: first.start(3)] + _NO_CHECKSUM.encode() + data[first.end(3) :]
     if checksum(zeroed).hex().encode() != first[3]:
         _refuse(where, "checksum mismatch")
@@ -82,7 +79,7 @@ def from_json(data: bytes, where: str) -> Index:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         _refuse(where, f"not JSON ({error})")
-    return _IndexParser(where).index(content, version)
+    return _IndexParser(where).index(content)
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -108,7 +105,7 @@ class _IndexParser:
     def __init__(self, where: str) -> None:
         self.where, self.files = where, []
 
-    def index(self, content: Any, version: int) -> Index:
+    def index(self, content: Any) -> Index:
         fields = self._dict("the index", content)
         files: dict[str, FileEntry] = {}
         for entry in self._list("files", fields.get("files")):
@@ -118,21 +115,15 @@ class _IndexParser:
             )
         self.files = list(files)
         # The first field of tensors and values is a path in nested dicts, which is empty in all that save() writes.
-        count = 3 if version > 1 else 4
-        rows = {key: self._parts(key, e, count) for key, e in self._dict("tensors", fields.get("tensors")).items()}
+        rows = {key: self._parts(key, e, 3) for key, e in self._dict("tensors", fields.get("tensors")).items()}
         tensors = {key: self._tensor(key, row[1], row[2]) for key, row in rows.items()}
-        count = 2 if version > 1 else 5
-        stored = {key: self._parts(key, e, count) for key, e in self._dict("values", fields.get("values")).items()}
-        places = None if version > 1 else self._places_1(tensors, rows, stored)
+        stored = {key: self._parts(key, e, 2) for key, e in self._dict("values", fields.get("values")).items()}
+        most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
+        dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
         try:
-            if places is None:
-                most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
-                dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
-                numbers, regions = self._columns(fields.get("shards"), 16 * (1 + dims) * most)
-            else:
-                regions, numbers = table_of(tensors, self.files, places)
+            numbers, regions = self._columns(fields.get("shards"), 16 * (1 + dims) * most)
         except ValueError as error:
-            self._refuse(clipped(error) if places is not None else f"shards: found {error}")
+            self._refuse(f"shards: found {error}")
         return Index(
             where=self.where,
             tensors=tensors,
@@ -144,7 +135,6 @@ class _IndexParser:
             about=self._dict("about", fields.get("about")),
             save=self._str("save", fields.get("save")),
             block=self._int("block", fields.get("block")),
-            places=places,
         )
 
     def _columns(self, found: Any, most: int) -> tuple[Numbers, RegionTable]:
@@ -154,33 +144,9 @@ class _IndexParser:
 
     def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
         try:
-            return TensorEntry(self._str(key, dtype), self._shape(key, shape))
+            return TensorEntry(self._str(key, dtype), tuple(self._int(key, size) for size in self._list(key, shape)))
         except ValueError as error:
             self._wrong(key, str(error))
-
-    def _shape(self, key: str, found: Any) -> tuple[int, ...]:
-        return tuple(self._int(key, size) for size in self._list(key, found))
-
-    def _places_1(
-        self, tensors: Mapping[str, TensorEntry], rows: Mapping[str, list[Any]], values: Mapping[str, list[Any]]
-    ) -> dict[tuple[str, Region | None], FilePlace]:
-        """Return the places of all shards and values, which format 1 has in its index."""
-        places: dict[tuple[str, Region | None], FilePlace] = {}
-        for key, row in rows.items():
-            size = ITEM_SIZES[tensors[key].dtype]
-            for shard in self._list(key, row[3]):
-                offsets, sizes, file, start, digests = self._parts(key, shard, 5)
-                try:
-                    region = Region(self._shape(key, offsets), self._shape(key, sizes))
-                except ValueError as error:
-                    self._wrong(key, str(error))
-                length = region.numel * size
-                place = FilePlace(self._file(key, file), self._int(key, start), length, self._hex(key, digests))
-                places[key, region] = place
-        for key, (_, file, start, length, digests) in values.items():
-            numbers = self._int(key, start), self._int(key, length)
-            places[key, None] = FilePlace(self._file(key, file), *numbers, self._hex(key, digests))
-        return places
 
     def _file(self, key: str, number: Any) -> str:
         index = self._int(key, number)

@@ -85,7 +85,6 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
             files={name: FileEntry(folder.length(name)) for name in names},
             about={"format": "torch.distributed.checkpoint", "version": shown(top.get("version"))},
             places=places,
-            own_format=False,
         )
     except CheckpointError:
         raise
