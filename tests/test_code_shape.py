@@ -33,6 +33,19 @@ CUDA_ALLOWED = {
     "profiling.py": "NVTX ranges",
 }
 
+# Classes of the kinds of parameters. Only the engine tells them apart; above it, ``ShardedParameter`` says what a rank
+# holds of any of them. dropin answers programs that ask torch for these classes.
+KINDS_OF_PARAMETERS = {
+    "FlatParamHandle",
+    "FlatParameter",
+    "FlatShardedParameter",
+    "RaggedDTensor",
+    "RaggedParameter",
+    "RaggedShard",
+    "SliceParameter",
+}
+MAY_NAME_KINDS = ("engine/", "dropin/", "__init__.py", "optim/local_shards.py")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
 DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE)
@@ -129,6 +142,24 @@ def test_package_keeps_its_shape(name: str) -> None:
     """Every file of the package keeps within the budget."""
     wrong = [message for source in package_sources() for message in CHECKS[name](source)]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def check_kinds_of_parameters(source: Source) -> Iterator[str]:
+    """Names of kinds of parameters above the engine."""
+    if not source.path.startswith(MAY_NAME_KINDS):
+        for node in source.nodes:
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if name in KINDS_OF_PARAMETERS:
+                yield f"{source.path}:{node.lineno}: names {name}; ask ShardedParameter"  # type: ignore[attr-defined]
+
+
+def test_only_the_engine_names_kinds_of_parameters() -> None:
+    """No ladder of ``isinstance`` over kinds of parameters above the engine; one is found."""
+    wrong = [message for source in package_sources() for message in check_kinds_of_parameters(source)]
+    assert not wrong, "\n" + "\n".join(wrong)
+    bad = "def f(p):\n    return isinstance(p, FlatShardedParameter) or isinstance(p, flat.FlatParameter)"
+    assert len(list(check_kinds_of_parameters(Source("optim/a.py", bad)))) == 2
+    assert not list(check_kinds_of_parameters(Source("engine/a.py", bad)))
 
 
 def check_class_names(sources: list[Source]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["FileVersion", "Folder"]
+__all__ = ["FileVersion", "Folder", "looks"]
 
 _LARGEST_INDEX = 1 << 31  # bytes
+_LOOKS, _LOOK_S = 5, 0.2
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
@@ -172,6 +174,13 @@ class Folder:
             raise
         except Exception as error:  # fsspec may raise anything, also what other ranks cannot unpickle
             raise CheckpointError(f"{self.where(name)} cannot {done}: {type(error).__name__}: {error}") from None
+
+
+def looks() -> Iterator[int]:
+    """Yield a few times, with pauses, to look for a file: a network file system may show it late."""
+    for look in range(_LOOKS):
+        time.sleep(_LOOK_S if look else 0)
+        yield look
 
 
 def _sync_folder(path: Path) -> None:

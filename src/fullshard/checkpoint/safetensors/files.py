@@ -19,11 +19,12 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fullshard.checkpoint.format.data_file import header_of
 from fullshard.errors import CheckpointError
 from fullshard.messages import clipped
 
@@ -257,22 +258,17 @@ def plan_files(tensors: Mapping[str, FileTensor], max_bytes: int, metadata: Mapp
 def _plan_file(file_name: str, group: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FilePlan:
     # Large elements first, as the package does: then every tensor begins at a multiple of its element size.
     ordered = sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)
-    entries: dict[str, Any] = {METADATA: dict(metadata)}
-    starts, size = {}, 0
-    for name, tensor in ordered:
-        starts[name], end = size, size + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [size, end]}
-        size = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    entries = ((name, _NAMES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered)
+    header = header_of(entries, metadata, alignment=8)
+    if len(header) - _LENGTH_BYTES > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{file_name}: its header would have {len(text)} bytes, the limit is {MAX_HEADER_BYTES}; export with "
-            "a smaller max_shard_bytes, or less metadata"
+            f"{file_name}: its header would have {len(header) - _LENGTH_BYTES} bytes, the limit is {MAX_HEADER_BYTES}; "
+            "export with a smaller max_shard_bytes, or less metadata"
         )
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    placed = {name: tensor._replace(start=len(header) + starts[name]) for name, tensor in ordered}
-    return FilePlan(file_name, header, placed, len(header) + size)
+    placed, end = {}, len(header)
+    for name, tensor in ordered:
+        placed[name], end = tensor._replace(start=end), end + tensor.nbytes
+    return FilePlan(file_name, header, placed, end)
 
 
 def index_text(plans: Sequence[FilePlan], metadata: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.safetensors.files import INDEX_NAME, SINGLE_NAME, FilePlan, index_text, read_index
 from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
-from fullshard.checkpoint.state.tensor_shards import TensorShard
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 
 __all__ = ["OutputFiles", "errors_with_path"]
