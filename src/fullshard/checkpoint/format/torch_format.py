@@ -156,7 +156,7 @@ def _contents(
 
 @contextlib.contextmanager
 def _refused_with(key: Any) -> Iterator[None]:
-    """Name the key in errors of the block, which may be any: nothing in the pickle has to be what it should be."""
+    """Re-raise any error of the block as UnpicklingError for ``key``; a hostile pickle may hold any type."""
     try:
         yield
     except UnpicklingError as error:

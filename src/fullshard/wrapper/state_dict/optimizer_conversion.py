@@ -284,7 +284,7 @@ def _receive_specs(
 
 
 def _is_gathered_by_all(leaf: Any) -> bool:
-    """True if its full tensor takes a collective."""
+    """Return True if a tensor can only be made whole by a collective."""
     if isinstance(leaf, DTensor):
         return leaf.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in leaf.placements)
     return isinstance(leaf, ShardedTensor)
