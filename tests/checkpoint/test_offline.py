@@ -20,7 +20,7 @@ from checkpoint.contents import flip, place_of, write
 from compare import assert_equal
 from fullshard import CheckpointError
 from fullshard.checkpoint.format.index import INDEX_FILE
-from fullshard.checkpoint.safetensors import output
+from fullshard.checkpoint.safetensors.export import OutputFiles
 from fullshard.checkpoint.safetensors.export import export_checkpoint as export
 from fullshard.checkpoint.tools import offline
 from fullshard.checkpoint.tools.offline import open_checkpoint
@@ -236,8 +236,8 @@ def test_export_removes_what_a_kill_has_left(tmp_path: Path, out: str) -> None:
         raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output.OutputFiles, "publish", be_killed)
-        patch.setattr(output.OutputFiles, "clean_up", lambda _: None)
+        patch.setattr(OutputFiles, "publish", be_killed)
+        patch.setattr(OutputFiles, "clean_up", lambda _: None)
         with pytest.raises(KilledError):
             export(tmp_path / "c", target)
     assert len(list(folder.iterdir())) == 2  # what this one has left, and .mine.tmp
@@ -265,7 +265,7 @@ import resource, sys, torch
 from fullshard.checkpoint.safetensors.export import export_checkpoint as export
 from fullshard.checkpoint.tools import offline
 path, out = sys.argv[1:]
-offline._PART = 1 << 20
+offline._PART = 1 << 18
 checkpoint = offline.open_checkpoint(path)
 checkpoint.read("small")
 

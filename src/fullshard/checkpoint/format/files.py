@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["FileVersion", "Folder", "looks"]
+__all__ = ["FileVersion", "Folder", "flush", "looks"]
 
 _LARGEST_INDEX = 1 << 31  # bytes
 _LOOKS, _LOOK_S = 5, 0.2
@@ -71,7 +71,7 @@ class Folder:
             self._files.mkdir(self.path)
             # A new folder can be lost in a power failure until its parent has been flushed.
             for folder in [Path(self.path), *made] if new else ():
-                _sync_folder(folder.parent)
+                flush(folder.parent)
 
     def exists(self, name: str) -> bool:
         """Return True if the file exists."""
@@ -153,7 +153,7 @@ class Folder:
         """Flush directory entries to disk: without it, a new file may be lost in a power failure."""
         if self.is_local:
             with self._errors_with_path("be written", ""):
-                _sync_folder(Path(self.path))
+                flush(Path(self.path))
 
     def _full(self, name: str) -> Any:
         return self._files.concat_path(self.path, name)
@@ -183,7 +183,8 @@ def looks() -> Iterator[int]:
         yield look
 
 
-def _sync_folder(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
     if os.name == "nt":  # Windows cannot open folders, and writes names through
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,6 +2,6 @@
 
 - ``export.py``, ``importing.py``  sharded models, on all ranks, and checkpoints without the model
 - ``stream.py``                    one full tensor of a sharded model after another
-- ``files.py``, ``output.py``      layout of files that are read and written; files until they are complete
+- ``files.py``                     layout of files that are read and written
 - ``shard_io.py``                  shards at their byte ranges
 """

@@ -12,11 +12,14 @@ group's first rank writes all, tensor by tensor, as ``fullshard.full_tensors`` g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -24,11 +27,20 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.coordinator import Coordinator
-from fullshard.checkpoint.format.files import looks
+from fullshard.checkpoint.format.files import flush, looks
 from fullshard.checkpoint.format.host import plain
 from fullshard.checkpoint.format.write_plan import RankInventory, plan_writes
-from fullshard.checkpoint.safetensors.files import FileTensor, local_path, plan_files
-from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path
+from fullshard.checkpoint.safetensors.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FilePlan,
+    FileTensor,
+    index_text,
+    local_path,
+    plan_files,
+    read_index,
+)
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
@@ -38,9 +50,11 @@ from fullshard.ranks.agreement import any_rank, compare, digest_of, gather, who_
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
-__all__ = ["ALIASES", "export_checkpoint", "export_safetensors"]
+__all__ = ["ALIASES", "OutputFiles", "export_checkpoint", "export_safetensors"]
 
 ALIASES = "aliases"  # metadata key: other names of tied parameters, each with the name in the files
+_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
 
 
 def export_safetensors(
@@ -194,7 +208,7 @@ def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> list[t
 
 def _make_folder(files: OutputFiles) -> None:
     """Create the folder, and a file in it by which other ranks can tell that they see the same folder."""
-    with errors_with_path(files.folder):
+    with _errors_with_path(files.folder):
         files.folder.mkdir(parents=True, exist_ok=True)
         files.token_file.touch()
 
@@ -266,7 +280,7 @@ def export_checkpoint(
             plans = [replace(plans[0], name=target.name)]
         folder = target.parent if single else target
         files = OutputFiles(folder, plans, secrets.token_hex(8), is_single=single)
-        with errors_with_path(folder):
+        with _errors_with_path(folder):
             folder.mkdir(parents=True, exist_ok=True)
         try:
             files.make()
@@ -297,3 +311,126 @@ def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
         if name.startswith(prefix) and first.startswith(prefix)
     }
     return {ALIASES: json.dumps(aliases)} if aliases else {}
+
+
+# -------------------------------------------------------------------- files until they are complete
+
+
+@dataclass(frozen=True)
+class OutputFiles:
+    """The files of one export.
+
+    Args:
+        folder: Folder of the files; it exists.
+        plans: Layout of each file.
+        token: Part of the temporary names; 16 hexadecimal digits.
+        sync: Flush files to disk before they are renamed.
+        is_single: A file of the caller's name, beside others; not the Hugging Face layout.
+    """
+
+    folder: Path
+    plans: Sequence[FilePlan]
+    token: str
+    sync: bool = False
+    is_single: bool = False
+
+    def make(self) -> None:
+        """Create all files with their headers and at full length; remove leftovers of interrupted exports."""
+        mine = re.compile(re.escape(f".{self.plans[0].name}.") + r"[0-9a-f]{16}\.tmp")
+        leftover = mine if self.is_single else _TEMPORARY
+        with _errors_with_path(self.folder):
+            for path in self.folder.iterdir():
+                if leftover.fullmatch(path.name) and self.token not in path.name:
+                    path.unlink(missing_ok=True)
+        for plan in self.plans:
+            with _errors_with_path(self.folder / plan.name), self._temporary(plan).open("wb") as file:
+                file.write(plan.header)
+                file.truncate(plan.size)
+
+    def write(self, shards: Iterable[tuple[str, TensorShard]]) -> None:
+        """Write shards of tensors, by name, to their byte ranges, through a few megabytes of memory."""
+        numbers = {name: number for number, plan in enumerate(self.plans) for name in plan.tensors}
+        mover = ShardFileIO()
+        for number, in_file in groupby(shards, lambda item: numbers[item[0]]):
+            with self.opened(self.plans[number]) as descriptor:
+                for name, shard in in_file:
+                    mover.write(descriptor, self.plans[number].tensors[name], shard)
+
+    @contextlib.contextmanager
+    def opened(self, plan: FilePlan) -> Iterator[int]:
+        """Open one of the files to write to it, as a descriptor."""
+        with _errors_with_path(self.folder / plan.name):
+            descriptor = os.open(self._temporary(plan), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                yield descriptor
+                if self.sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def publish(self, texts: Mapping[str, str]) -> list[Path]:
+        """Rename the files to their final names, and remove those that they replace. Readers never see files of two
+        exports.
+
+        Args:
+            texts: Strings for the index, if there is one.
+
+        Returns:
+            The files, in order; the index, if there is one, last.
+        """
+        with _errors_with_path(self.folder):
+            index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
+            files = [self.folder / plan.name for plan in self.plans]
+            replaced = set() if self.is_single else self._replaced(index)
+            if len(files) > 1:
+                index.unlink(missing_ok=True)  # no index while files of two exports may exist
+            for plan, file in zip(self.plans, files, strict=True):
+                self._flush(self._temporary(plan))  # also those that this rank has only made
+                self._temporary(plan).replace(file)
+            if len(files) > 1:
+                self.token_file.write_text(index_text(self.plans, texts))
+                self._flush(self.token_file)
+                self.token_file.replace(index)
+                single.unlink(missing_ok=True)  # last: readers prefer it
+                files.append(index)
+            elif not self.is_single:
+                index.unlink(missing_ok=True)
+            for file in replaced.difference(files):
+                file.unlink(missing_ok=True)
+            self._flush(self.folder)
+            return files
+
+    def clean_up(self) -> None:
+        """Remove temporary files."""
+        for path in (self.token_file, *map(self._temporary, self.plans)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    @property
+    def token_file(self) -> Path:
+        """A file by which other ranks can tell that they see the same folder; later the index."""
+        return self.folder / f".model.{self.token}.tmp"
+
+    def _temporary(self, plan: FilePlan) -> Path:
+        return self.folder / f".{plan.name}.{self.token}.tmp"
+
+    def _replaced(self, index: Path) -> set[Path]:
+        """Return the files of an earlier export with an index."""
+        try:
+            names = read_index(index).values()
+        except CheckpointError:  # no earlier export
+            return set()
+        return {self.folder / name for name in names if _NUMBERED.fullmatch(name)}
+
+    def _flush(self, path: Path) -> None:
+        if self.sync:
+            flush(path)
+
+
+@contextlib.contextmanager
+def _errors_with_path(path: Path) -> Iterator[None]:
+    """Translate errors of the file system into CheckpointError with the path of what was written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
