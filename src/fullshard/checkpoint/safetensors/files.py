@@ -16,7 +16,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from fullshard.checkpoint.format.data_file import header_of
 from fullshard.errors import CheckpointError
-from fullshard.messages import clipped
+from fullshard.messages import clipped, shortened
 
 __all__ = [
     "INDEX_NAME",
@@ -40,7 +40,6 @@ __all__ = [
     "plan_files",
     "read_header",
     "read_index",
-    "shortened",
 ]
 
 SINGLE_NAME = "model.safetensors"
@@ -50,7 +49,6 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 1 << 28
 _LENGTH_BYTES = 8
 _PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")
-_SHOWN = 10
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -277,10 +275,3 @@ def index_text(plans: Sequence[FilePlan], metadata: Mapping[str, str]) -> str:
     total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors.values())
     about = {**metadata, "total_size": total}
     return json.dumps({"metadata": about, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-
-
-def shortened(items: Iterable[str]) -> str:
-    """Return a list of the first items and how many more there are."""
-    every = list(items)
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(map(clipped, every[:_SHOWN])) + more

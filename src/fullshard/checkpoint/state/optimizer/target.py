@@ -28,11 +28,11 @@ from fullshard.checkpoint.state.parameters import LocalParameter
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import FullshardError
+from fullshard.messages import shortened
 
 __all__ = ["OptimizerTarget"]
 
 Leaves = dict[Path, Any]
-MOST_NAMES = 20  # in one message
 
 
 @dataclass(eq=False)
@@ -430,10 +430,10 @@ class _SavedGroups:
         trained = [original for original in originals if original.parameter.requires_grad]
         missing = [original.fqn for original in trained if self.name_of(original) not in self.known]
         if missing:
-            yield f"the saved optimizer has no parameters {_list(missing)}"
+            yield f"the saved optimizer has no parameters {shortened(missing)}"
         unexpected = [fqn for fqn in self._group_of if fqn not in own and state.get(fqn)]
         if unexpected:
-            yield f"the checkpoint has state for {_list(unexpected)}, which this optimizer does not have"
+            yield f"the checkpoint has state for {shortened(unexpected)}, which this optimizer does not have"
 
     def _options_of(self, number: int, members: Sequence[OptimizedParameter]) -> dict[str, Any]:
         """Return the saved options for a group."""
@@ -454,8 +454,8 @@ class _SavedGroups:
             if differing:
                 self.problems.append(
                     f"group {number} of the optimizer has parameters that were saved in groups with different options "
-                    f"({', '.join(differing)}): {_list(names)} and {_list(others)}; group them as in the saved "
-                    "optimizer"
+                    f"({', '.join(differing)}): {shortened(names)} and {shortened(others)}; group them as in the "
+                    "saved optimizer"
                 )
         return options
 
@@ -473,8 +473,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
-
-
-def _list(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
