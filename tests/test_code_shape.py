@@ -37,6 +37,19 @@ CUDA_ALLOWED = {
     "profiling.py": "NVTX ranges",
 }
 
+# Classes of the kinds of parameters. Only the engine tells them apart; above it, ``ShardedParameter`` says what a rank
+# holds of any of them. dropin answers programs that ask torch for these classes.
+KINDS_OF_PARAMETERS = {
+    "FlatParamHandle",
+    "FlatParameter",
+    "FlatShardedParameter",
+    "RaggedDTensor",
+    "RaggedParameter",
+    "RaggedShard",
+    "SliceParameter",
+}
+MAY_NAME_KINDS = ("engine/", "dropin/", "__init__.py", "optim/local_shards.py")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
 DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE)
@@ -164,6 +177,24 @@ def test_statements_do_not_grow() -> None:
     assert not {part: more[part] for part, number in counts.items() if number > stored.get(part, 0)}
     sources = [Source("a/b.py", 'def f():\n    """D."""\n    if x:\n        y = 1'), Source("c.py", "z")]
     assert count_statements(sources) == {"all": 5, "a": 4, "c.py": 1}
+
+
+def check_kinds_of_parameters(source: Source) -> Iterator[str]:
+    """Names of kinds of parameters above the engine."""
+    if not source.path.startswith(MAY_NAME_KINDS):
+        for node in source.nodes:
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if name in KINDS_OF_PARAMETERS:
+                yield f"{source.path}:{node.lineno}: names {name}; ask ShardedParameter"  # type: ignore[attr-defined]
+
+
+def test_only_the_engine_names_kinds_of_parameters() -> None:
+    """No ladder of ``isinstance`` over kinds of parameters above the engine; one is found."""
+    wrong = [message for source in package_sources() for message in check_kinds_of_parameters(source)]
+    assert not wrong, "\n" + "\n".join(wrong)
+    bad = "def f(p):\n    return isinstance(p, FlatShardedParameter) or isinstance(p, flat.FlatParameter)"
+    assert len(list(check_kinds_of_parameters(Source("optim/a.py", bad)))) == 2
+    assert not list(check_kinds_of_parameters(Source("engine/a.py", bad)))
 
 
 def check_class_names(sources: list[Source]) -> Iterator[str]:

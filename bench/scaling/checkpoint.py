@@ -19,7 +19,7 @@ from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
 from fullshard.checkpoint.format.index_json import from_json, to_json
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.checkpoint.format.writer import index_of
-from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShard, TensorShards
 from fullshard.layout import Region, chunk_of
 
 ROWS, COLUMNS = 32_768, 64

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import INDEX_FILE
-from fullshard.checkpoint.format.reader import CheckpointReader, open_reader
+from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.format.values import to_bytes
 from fullshard.checkpoint.format.writer import write_checkpoint
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 
 
 def write(path: str | Path, contents: Mapping[str, Any], **options: Any) -> str:
@@ -47,7 +47,7 @@ def fill(reader: CheckpointReader, contents: dict[str, Any]) -> dict[str, Any]:
 
 def read(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
     """Return ``contents`` with what the checkpoint has."""
-    return fill(open_reader(path), contents)
+    return fill(CheckpointReader.open(path), contents)
 
 
 def index_of(path: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def index_of(path: Path) -> dict[str, Any]:
 
 def place_of(path: Path, key: str) -> int:
     """The first byte of the first shard of a tensor, or of a value, in its file."""
-    reader = open_reader(path)
+    reader = CheckpointReader.open(path)
     if key in reader.index.values:
         return reader._place(key, None, reader.index.values[key]).start
     return reader._place(key, *next(iter(reader.index.shards(key)))).start

@@ -19,7 +19,7 @@ import torch
 from checkpoint.contents import fill, read
 from checkpoint.test_hostile import entries, save, save_torch, targets
 from fullshard import CheckpointError
-from fullshard.checkpoint.format.reader import open_reader
+from fullshard.checkpoint.format.reader import CheckpointReader
 
 
 def damage(data: bytearray, chance: random.Random) -> None:
@@ -63,7 +63,7 @@ def main() -> None:
             file.write_bytes(data)
         found = targets()
         try:
-            reader = open_reader(str(path))
+            reader = CheckpointReader.open(str(path))
             if not entries().keys() <= {*reader.index.tensors, *reader.index.values}:
                 raise CheckpointError("as load says, which compares names first")
             fill(reader, found)

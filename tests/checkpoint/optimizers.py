@@ -13,7 +13,7 @@ from torch import nn
 from compare import assert_close, assert_equal, fqn_of
 from fullshard.checkpoint.state.optimizer.state import optimizer_state, to_specs
 from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 
 State = dict[str, dict[str, Any]]
 

@@ -32,7 +32,7 @@ from fullshard import CheckpointError
 from fullshard.checkpoint.format.data_file import CHECKSUMS, DataEntry, write_entries
 from fullshard.checkpoint.format.index import BLOCK, INDEX_FILE, FileEntry
 from fullshard.checkpoint.format.index_json import checksum, from_json, to_json
-from fullshard.checkpoint.format.reader import open_reader
+from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.format.torch_format import METADATA_FILE, decode_shard
 from fullshard.checkpoint.tools.offline import open_checkpoint
 
@@ -114,7 +114,7 @@ def test_damage(tmp_path: Path, name: str) -> None:
 def test_a_file_that_changes_after_it_was_checked(tmp_path: Path) -> None:
     """Between the two reads of a local file, a change is noticed, although not every byte is compared twice."""
     save(tmp_path)
-    reader = open_reader(tmp_path)
+    reader = CheckpointReader.open(tmp_path)
     check = reader.check
 
     def interrupted(shards: Any) -> Any:

@@ -19,7 +19,7 @@ from fullshard import fully_shard
 from fullshard.activation_checkpoint import checkpoint_wrapper
 from fullshard.checkpoint.state.model import model_state
 from fullshard.checkpoint.state.parameters import local_parameters
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import FullshardError, PhaseError
 from ranks import Rank, on_ranks
 

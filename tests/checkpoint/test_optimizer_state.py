@@ -37,9 +37,9 @@ from fullshard.checkpoint.state.optimizer.state import (
     fingerprint,
     optimizer_state,
 )
-from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictType
 from fullshard.engine.parameters.sharded import value_of
+from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.optim import localize
 from ranks import Rank, on_ranks

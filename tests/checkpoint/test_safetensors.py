@@ -26,7 +26,7 @@ from fullshard.checkpoint.safetensors.files import (
     read_header,
 )
 from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
-from fullshard.checkpoint.state.tensor_shards import TensorShard
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 

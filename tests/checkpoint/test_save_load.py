@@ -25,10 +25,10 @@ from checkpoint.contents import flip
 from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
 from compare import assert_equal
 from fullshard import CheckpointError, FullshardError, fully_shard
-from fullshard.checkpoint import loading, saving
-from fullshard.checkpoint.format import writer
+from fullshard.checkpoint import saving
+from fullshard.checkpoint.format import files, writer
 from fullshard.checkpoint.format.files import Folder
-from fullshard.checkpoint.format.reader import open_reader
+from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.state import snapshot
 from fullshard.checkpoint.state.model import model_state
 from ranks import Rank, RankPool, on_ranks
@@ -540,7 +540,7 @@ def test_a_folder_that_ranks_do_not_share_keeps_its_checkpoint(rank: Rank) -> No
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
             patch.setattr(saving, "Folder", lambda path: Folder(folder / "elsewhere"))
-        patch.setattr(writer, "_LOOK_S", 0)
+        patch.setattr(files, "_LOOK_S", 0)
         with pytest.raises(CheckpointError, match="the folder must be on a file system that all ranks share"):
             fullshard.save(folder / "x", model, step=2)
     assert fullshard.load(folder / "x", model) == {"step": 1}
@@ -633,7 +633,8 @@ def test_ranks_that_see_different_checkpoints_are_refused(rank: Rank) -> None:
     fullshard.save(folder / "0", model, step=1)
     fullshard.save(folder / "1", model, step=1, more=torch.ones(9_000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "open_reader", lambda path: open_reader(folder / str(rank.rank)))
+        usual = CheckpointReader.open
+        patch.setattr(CheckpointReader, "open", lambda path: usual(folder / str(rank.rank)))
         with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in the checkpoint that they read"):
             fullshard.load(folder / "0", model)
         fullshard.save(folder / "1", model, step=1)

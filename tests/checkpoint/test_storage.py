@@ -27,9 +27,9 @@ from fullshard.checkpoint.format.data_file import CHECKSUMS
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.host import HostBlocks
 from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, INDEX_FILE, ITEM_SIZES
-from fullshard.checkpoint.format.reader import open_reader
+from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.format.values import from_bytes, to_bytes
-from fullshard.checkpoint.state.tensor_shards import TensorShard
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.layout import Region
 from ranks import Rank, on_ranks
 
@@ -119,7 +119,7 @@ def test_parts_of_large_shards(tmp_path: Path) -> None:
     write(tmp_path, {"w": weight})
 
     def read_part(offsets: tuple[int, int], target: torch.Tensor) -> None:
-        reader = open_reader(tmp_path)
+        reader = CheckpointReader.open(tmp_path)
         shard = TensorShard(Region(offsets, tuple(target.shape)), target)
         reader.fill(reader.check({"w": [shard]}))
 

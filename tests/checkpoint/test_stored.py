@@ -15,12 +15,11 @@ from ranks import Rank, on_ranks
 
 STORED = Path(__file__).parent / "stored"
 WRITTEN = [
-    ("format1/fully_shard", "original"),
-    ("format1/flat", "fully_shard"),
-    ("format1/flat", "plain"),
-    ("format1/torch", "flat"),
+    ("torch", "flat"),
     ("format2/fully_shard", "flat"),
+    ("format2/fully_shard", "original"),
     ("format2/flat", "fully_shard"),
+    ("format2/flat", "plain"),
 ]
 
 

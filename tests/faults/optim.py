@@ -60,7 +60,7 @@ FAULTS: list[Fault] = [
         ("optim/test_muon.py", "optim/test_matrix_optimizer.py"),
     ),
     Fault(
-        "optim/muon/assignment.py",
+        "optim/muon/exchange.py",
         "heaviest_first = sorted(range(len(work)), key=lambda index: (-work[index], index))",
         "heaviest_first = list(range(len(work)))",
         "One rank orthogonalizes far more than the others, which wait for it.",

@@ -78,14 +78,14 @@ FAULTS = [
         ("wrapper/test_state_dict.py", "wrapper/test_state_dict_sharded.py"),
     ),
     Fault(
-        "wrapper/state_dict/loading.py",
+        "wrapper/state_dict/registered.py",
         "    compare({key: _kind(state.get(key)) for key in keys}, data_parallel_groups(unit.mesh), _different_keys)\n",
         "    pass\n",
         "Ranks load state dicts that differ in their keys, and some wait for ever.",
         ("wrapper/test_state_dict.py",),
     ),
     Fault(
-        "wrapper/state_dict/gather.py",
+        "wrapper/state_dict/optimizer_conversion.py",
         "            at += region.numel()\n",
         "            at += 0\n",
         "The second region of a rank's ShardedTensor gets the values of the first one.",

@@ -24,8 +24,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
 from fullshard.errors import FullshardError
 from fullshard.optim import MatrixOptimizer, Muon
-from fullshard.optim.muon.assignment import Assignment
-from fullshard.optim.muon.exchange import Round
+from fullshard.optim.muon.exchange import Assignment, Round
 from ranks import Rank, on_ranks
 
 

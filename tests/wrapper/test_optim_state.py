@@ -28,7 +28,7 @@ from fullshard.checkpoint.state.types import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fullshard.wrapper.state_dict.gather import gather_sharded_tensor
+from fullshard.wrapper.state_dict.optimizer_conversion import gather_sharded_tensor
 from ranks import Rank, on_ranks
 
 State = dict[str, Any]

@@ -25,8 +25,8 @@ from fullshard.checkpoint.state.types import (
     OptimStateKeyType,
     StateDictType,
 )
+from fullshard.engine.parameters.flat import FlatShardedParameter
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.wrapper.state_dict import gather as gathering
 from fullshard.wrapper.state_dict import optimizer_conversion
 from ranks import Rank, on_ranks
 
@@ -478,7 +478,7 @@ def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.M
 
     model, optimizer = stepped(small(rank, "flat"))
     full = FSDP.full_optim_state_dict(model, optimizer)
-    monkeypatch.setattr(gathering, "_gather", watched(gathering._gather))
+    monkeypatch.setattr(FlatShardedParameter, "_gather", watched(FlatShardedParameter._gather))
     monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
     if form == "sharded":
         FSDP.sharded_optim_state_dict(model, optimizer)

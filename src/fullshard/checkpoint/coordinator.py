@@ -105,7 +105,6 @@ class Coordinator:
     def _gather(self, value: Any) -> list[Any] | None:
         if self._group is None or self.size == 1:
             return [value]
-        self._ensure_group()
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self._explained():
             dist.gather_object(value, values, group=self._group, group_dst=0)
@@ -114,7 +113,6 @@ class Coordinator:
     def _scatter(self, values: list[Any]) -> Any:
         if self._group is None or self.size == 1:
             return values[0]
-        self._ensure_group()
         own: list[Any] = [None]
         with self._explained():
             dist.scatter_object_list(own, values if self.rank == 0 else None, group=self._group, group_src=0)
@@ -123,6 +121,10 @@ class Coordinator:
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Raise errors of the back end as CheckpointError."""
+        if not dist.is_initialized():
+            raise CheckpointError(
+                f"{self._what}: the process group has been destroyed; call result() of async_save before destroying it"
+            )
         try:
             yield
         except RuntimeError as error:
@@ -131,12 +133,6 @@ class Coordinator:
                 f"timeout of the process group. The folder holds the complete previous checkpoint or the complete new "
                 f"one ({error})"
             ) from error
-
-    def _ensure_group(self) -> None:
-        if not dist.is_initialized():
-            raise CheckpointError(
-                f"{self._what}: the process group has been destroyed; call result() of async_save before destroying it"
-            )
 
     def _report(self, failures: dict[int, str]) -> str:
         """Return the failure of each rank as text; a failure that all ranks share appears once."""

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.agreement import compare_ranks
 from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.writer import write_checkpoint
-from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, snapshot
+from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, compare_ranks, snapshot
 from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import rank_barrier
 from fullshard.ranks.groups import coordination_group
@@ -74,8 +73,9 @@ def save(
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
-        folder = barrier.run_on_all("opening the folder", lambda: Folder(path))
-        state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
+        folder, state = barrier.run_on_all(
+            "collecting", lambda: (Folder(path), snapshot(model, optimizer, extra, process_group))
+        )
         group = coordination_group(process_group)
         same_tensors = compare_ranks(state.fingerprint, group)
         _write(folder, state, group, same_tensors=same_tensors)
@@ -127,8 +127,9 @@ def async_save(
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
-        folder = barrier.run_on_all("opening the folder", lambda: Folder(path))
-        state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
+        folder, state = barrier.run_on_all(
+            "collecting", lambda: (Folder(path), snapshot(model, optimizer, extra, process_group))
+        )
         group = coordination_group(process_group, background=True)
         same_tensors = compare_ranks(state.fingerprint, group)
         memory = _take_memory(model)

@@ -173,7 +173,7 @@ def clip_grads_with_norm_(
 
 
 def _with_gradients(parameters: _Tensors) -> list[torch.Tensor]:
-    """Each once; unsharded ones, which modules may hold, stand for the sharded ones, which have the gradients."""
+    """Return each parameter once: the sharded one, which has the gradient, for an unsharded one of a module."""
     found = {}
     for parameter in _as_list(parameters):
         if parameter.grad is None and (managed := superseding(parameter)) is not None:

@@ -14,7 +14,7 @@ The checksums come last because they are known last, and not every storage can g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO
 
@@ -27,7 +27,16 @@ from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 from fullshard.messages import clipped
 
-__all__ = ["CHECKSUMS", "DataEntry", "Directory", "dtype_name", "dtype_of", "read_directory", "write_entries"]
+__all__ = [
+    "CHECKSUMS",
+    "DataEntry",
+    "Directory",
+    "dtype_name",
+    "dtype_of",
+    "header_of",
+    "read_directory",
+    "write_entries",
+]
 
 CHECKSUMS = "__checksums__"  # name of the last entry
 
@@ -87,15 +96,15 @@ class DataEntry:
         return (known, self.shape) if known else ("U8", (self.nbytes,))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in an index: ``float32`` for ``torch.float32``.
+def dtype_name(key: str, dtype: torch.dtype) -> str:
+    """Return the name of the dtype of a tensor in an index: ``float32`` for ``torch.float32``.
 
     Raises:
         TypeError: If tensors of this dtype cannot be stored.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_SIZES:
-        raise TypeError(f"tensors of {dtype} cannot be stored in a checkpoint; convert them before saving")
+        raise TypeError(f"{key}: tensors of {dtype} cannot be stored in a checkpoint; convert them before saving")
     return name
 
 
@@ -128,7 +137,9 @@ def write_entries(stream: IO[bytes], entries: Iterable[tuple[DataEntry, torch.Te
             f"the key {CHECKSUMS!r} is reserved for the checksums of data files; rename the tensor or value"
         )
     blocks = sum(-(-entry.nbytes // BLOCK) for entry, _ in pairs)
-    header = _header([*(entry for entry, _ in pairs), DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))])
+    listed = [*(entry for entry, _ in pairs), DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))]
+    described = ((entry.name, *entry.described, entry.nbytes) for entry in listed)
+    header = header_of(described, {"format": "pt", "fullshard": _NOTE}, _ALIGNMENT)
     stream.write(header)
     digests = []
     buffer = HostBlocks(BLOCK)
@@ -143,19 +154,23 @@ def write_entries(stream: IO[bytes], entries: Iterable[tuple[DataEntry, torch.Te
     return FileEntry(length, len(header), checksum(header) + checksum(table))
 
 
-def _header(entries: list[DataEntry]) -> bytes:
-    described: dict[str, object] = {"__metadata__": {"format": "pt", "fullshard": _NOTE}}
-    start = 0
-    for entry in entries:
-        dtype, shape = entry.described
-        described[entry.name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [start, start + entry.nbytes],
-        }
-        start += entry.nbytes
+def header_of(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str], alignment: int
+) -> bytes:
+    """Return the first bytes of a safetensors file: a length, and JSON that describes the tensors.
+
+    Args:
+        entries: Name, dtype, shape and bytes of each tensor, in the order in which they lie in the file without gaps.
+        metadata: Strings by name.
+        alignment: The first tensor begins at a multiple of it.
+    """
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape, nbytes in entries:
+        start, end = end, end + nbytes
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    text += b" " * (-(len(text) + 8) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["FileVersion", "Folder"]
+__all__ = ["FileVersion", "Folder", "flush", "looks"]
 
 _LARGEST_INDEX = 1 << 31  # bytes
+_LOOKS, _LOOK_S = 5, 0.2
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
@@ -69,7 +71,7 @@ class Folder:
             self._files.mkdir(self.path)
             # A new folder can be lost in a power failure until its parent has been flushed.
             for folder in [Path(self.path), *made] if new else ():
-                _sync_folder(folder.parent)
+                flush(folder.parent)
 
     def exists(self, name: str) -> bool:
         """Return True if the file exists."""
@@ -151,7 +153,7 @@ class Folder:
         """Flush directory entries to disk: without it, a new file may be lost in a power failure."""
         if self.is_local:
             with self._errors_with_path("be written", ""):
-                _sync_folder(Path(self.path))
+                flush(Path(self.path))
 
     def _full(self, name: str) -> Any:
         return self._files.concat_path(self.path, name)
@@ -174,7 +176,15 @@ class Folder:
             raise CheckpointError(f"{self.where(name)} cannot {done}: {type(error).__name__}: {error}") from None
 
 
-def _sync_folder(path: Path) -> None:
+def looks() -> Iterator[int]:
+    """Yield a few times, with pauses, to look for a file: a network file system may show it late."""
+    for look in range(_LOOKS):
+        time.sleep(_LOOK_S if look else 0)
+        yield look
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
     if os.name == "nt":  # Windows cannot open folders, and writes names through
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,8 +1,9 @@
-"""Read tensors of any device as blocks of host memory."""
+"""Tensors of any device as blocks of host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,52 +37,77 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+@dataclass(eq=False)
 class HostBlocks:
-    """Iterates over the elements of tensors row by row, as blocks of bytes.
+    """Blocks of host memory through which the elements of tensors are written and read, row by row.
 
     Contiguous CPU memory is used in place. Everything else is copied through one buffer of this object, pinned for
     accelerators. Double buffering would save little: a link transfers a block ten times as fast as a disk writes it.
 
     Args:
-        nbytes: Size of every block except a tensor's last; a multiple of 16.
+        nbytes: Size of every block except a tensor's last; at least that of an element.
     """
 
     nbytes: int
-    _buffer: torch.Tensor | None  # allocated when first needed
+    _buffer: torch.Tensor | None = field(default=None, init=False)  # allocated when first needed
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._buffer = nbytes, None
-
-    def of(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+    def of(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
         """Yield the blocks of a tensor in order. Each is valid until the next one is requested.
+
+        Args:
+            tensor: The tensor, on any device.
+            dtype: Convert it; None: keep its dtype.
 
         Raises:
             TypeError: If it has no dense memory.
         """
         tensor = plain(tensor)
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        for block, parts in self._blocks(tensor, dtype or tensor.dtype):
+            for memory, part in parts:
+                # On its device first: a copy across layouts, dtypes and devices at once allocates on both.
+                memory.copy_(part if part.device.type == "cpu" else part.to(memory.dtype).contiguous())
+            yield block
+
+    def into(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+        """Yield blocks for the elements of a tensor in order, to be filled with values of that dtype.
+
+        Raises:
+            TypeError: If it has no dense memory.
+        """
+        for block, parts in self._blocks(plain(tensor), dtype):
+            yield block
+            for memory, part in parts:
+                part.copy_(memory)
+
+    def _blocks(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[memoryview, list[Part]]]:
+        """Yield blocks with their parts; none if the block is the tensor's own memory."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype:
             view = bytes_of(tensor)
             for start in range(0, len(view), self.nbytes):
-                yield view[start : start + self.nbytes]
+                yield view[start : start + self.nbytes], []
             return
-        step = self.nbytes // tensor.element_size()
+        step = self.nbytes // max(dtype.itemsize, tensor.element_size())
         for start in range(0, tensor.numel(), step):
-            yield bytes_of(self._copied(tensor, start, min(step, tensor.numel() - start)))
-
-    def _copied(self, tensor: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """Copy a range of elements, counted row by row, into the buffer."""
-        flat = self._host(pinned=tensor.device.type != "cpu")[: numel * tensor.element_size()].view(tensor.dtype)
-        if tensor.is_contiguous():
-            return flat.copy_(tensor.view(-1)[start : start + numel])
-        done = 0
-        for region in regions_of_range(tuple(tensor.shape), start, numel):
-            part = tensor[tuple(map(slice, region.offsets, region.ends))]
-            # Make it contiguous on its device first: copying across layouts and devices at once allocates on both.
-            flat[done : done + region.numel].view(region.sizes).copy_(part.contiguous())
-            done += region.numel
-        return flat
+            numel = min(step, tensor.numel() - start)
+            flat = self._host(pinned=tensor.device.type != "cpu")[: numel * dtype.itemsize].view(dtype)
+            yield bytes_of(flat), parts_of(flat, tensor, start)
 
     def _host(self, *, pinned: bool) -> torch.Tensor:
         if self._buffer is None or (pinned and not self._buffer.is_pinned()):
             self._buffer = host_buffer(self.nbytes, torch.uint8, pin=pinned)
         return self._buffer
+
+
+Part = tuple[torch.Tensor, torch.Tensor]  # of a block, and of the tensor, with the same elements
+
+
+def parts_of(flat: torch.Tensor, tensor: torch.Tensor, start: int) -> list[Part]:
+    """Return the parts of 1-D memory for the elements of a tensor from ``start`` on, and the tensor's parts of each."""
+    if tensor.is_contiguous():
+        return [(flat, tensor.view(-1)[start : start + flat.numel()])]
+    parts, done = [], 0
+    for region in regions_of_range(tuple(tensor.shape), start, flat.numel()):
+        part = tensor[tuple(map(slice, region.offsets, region.ends))]
+        parts.append((flat[done : done + region.numel].view(region.sizes), part))
+        done += region.numel
+    return parts

@@ -7,7 +7,7 @@ be ones that the writer makes (none leaves the folder), every shard must lie in 
 overlap nor leave holes. An ``Index`` is valid once it exists. The writer checks its own index before it commits.
 
 Where in its file a shard lies is in the file's own header, which only the ranks that need the file read; see
-[Note: Directory]. Checkpoints of format 1 and of torch.distributed.checkpoint have these places in the index.
+[Note: Directory]. Checkpoints of torch.distributed.checkpoint have these places in the index.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class FileEntry:
     Args:
         length: Size in bytes.
         header: Bytes before the first tensor's.
-        checksum: Checksum of the header, followed in format 2 by that of the checksums of all blocks; empty if the
-            format has none.
+        checksum: Checksum of the header, followed by that of the checksums of all blocks; empty if the format has none.
     """
 
     length: int
@@ -154,9 +153,8 @@ class Index:
         about: Description of the save: versions, time, ranks, model.
         save: Name of the save; part of the names of its files.
         block: Bytes per checksum.
-        places: FilePlaces of all shards and values, in formats that have them in the index.
-        own_format: True if shards are elements row by row in fullshard's own files; otherwise each is a file of
-            ``torch.save``.
+        places: Places of all shards and values, each a file of ``torch.save``, in a checkpoint of
+            torch.distributed.checkpoint. None: shards are elements row by row in fullshard's own files.
 
     Raises:
         CheckpointError: If it is inconsistent.
@@ -173,7 +171,6 @@ class Index:
     save: str = ""
     block: int = BLOCK
     places: FilePlaces | None = None
-    own_format: bool = True
 
     def __post_init__(self) -> None:
         if not (0 < self.block <= 1 << 28 and self.block % 64 == 0):
@@ -194,8 +191,8 @@ class Index:
                 raise self._wrong(
                     key, f"an alias of {first!r}; an alias must have no data and must name a tensor that has"
                 )
-        for (key, region), place in (self.places or {}).items():
-            self._check_place(key, region, place)
+        for (key, _), place in (self.places or {}).items():
+            self._check_place(key, place)
 
     def _wrong(self, key: str, found: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {clipped(key)}: found {clipped(found)}; {_DAMAGED}")
@@ -218,19 +215,17 @@ class Index:
         if problem is not None:
             raise self._wrong(list(self.tensors)[problem[0]], problem[1])
 
-    def _check_place(self, key: str, region: Region | None, place: FilePlace) -> None:
-        """Raise unless the bytes lie in their file, and have the length and the checksums that they should have."""
+    def _check_place(self, key: str, place: FilePlace) -> None:
+        """Raise unless the bytes lie in their file."""
         file = self.files[place.file]
         if place.length < 0 or not _is_within(file.header, place.start, file.length - place.length):
             end = place.start + place.length
             raise self._wrong(key, f"bytes {place.start} to {end} of {place.file}, which has {file.length} bytes")
-        if not self.own_format:
-            return
-        if region is not None and place.length != region.numel * ITEM_SIZES[self.tensors[key].dtype]:
-            raise self._wrong(key, f"{place.length} bytes for shard {region} of dtype {self.tensors[key].dtype}")
-        checksums = -(-place.length // self.block)
-        if len(place.checksums) != CHECKSUM * checksums:
-            raise self._wrong(key, f"{len(place.checksums)} bytes of checksums, not {checksums} times {CHECKSUM}")
+
+    @property
+    def own_format(self) -> bool:
+        """True if fullshard has written the checkpoint."""
+        return self.places is None
 
     @property
     def nbytes(self) -> int:

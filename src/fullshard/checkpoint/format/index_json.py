@@ -5,18 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, Index, TensorEntry, table_of
-from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, unpack_columns
+from fullshard.checkpoint.format.index import FileEntry, Index, TensorEntry
+from fullshard.checkpoint.format.region_table import RegionTable, pack_columns, unpack_columns
 from fullshard.errors import CheckpointError
-from fullshard.layout import Region
 from fullshard.messages import clipped
 
 __all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
+
+T = TypeVar("T")
 
 FORMAT = "fullshard checkpoint"
 VERSION = 2
@@ -70,11 +72,9 @@ def from_json(data: bytes, where: str) -> Index:
     if first is None or first[1].decode(errors="replace") != FORMAT:
         _refuse(where, "not an index of a fullshard checkpoint")
     version = int(first[2])
-    if version > VERSION:
-        raise CheckpointError(
-            f"{where} has format version {version}; this fullshard reads versions up to {VERSION}: install a "
-            "newer fullshard"
-        )
+    if version != VERSION:
+        advice = "install a newer fullshard" if version > VERSION else "no release has written it; save again"
+        raise CheckpointError(f"{where} has format version {version}; this fullshard reads version {VERSION}: {advice}")
     zeroed = data[: first.start(3)] + _NO_CHECKSUM.encode() + data[first.end(3) :]
     if checksum(zeroed).hex().encode() != first[3]:
         _refuse(where, "checksum mismatch")
@@ -82,7 +82,7 @@ def from_json(data: bytes, where: str) -> Index:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         _refuse(where, f"not JSON ({error})")
-    return _IndexParser(where).index(content, version)
+    return _IndexParser(where).index(content)
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -99,125 +99,83 @@ def _block(head: str, lines: Iterable[str], tail: str) -> list[str]:
     return [head, *(f"{line}," for line in body[:-1]), *body[-1:], tail]
 
 
+_KINDS = {int: "an integer", str: "a string", list: "a list", dict: "an object"}
+
+
+@dataclass
 class _IndexParser:
     """Turns untrusted JSON into an index: types are checked here, contents by the index itself."""
 
     where: str
-    files: list[str]
+    files: list[str] = field(default_factory=list)
 
-    def __init__(self, where: str) -> None:
-        self.where, self.files = where, []
-
-    def index(self, content: Any, version: int) -> Index:
-        fields = self._dict("the index", content)
+    def index(self, content: Any) -> Index:
+        fields = self._as(dict, "the index", content)
         files: dict[str, FileEntry] = {}
-        for entry in self._list("files", fields.get("files")):
+        for entry in self._as(list, "files", fields.get("files")):
             name, length, header, digest = self._parts("files", entry, 4)
-            files[self._str("files", name)] = FileEntry(
-                self._int("files", length), self._int("files", header), self._hex("files", digest)
+            files[self._as(str, "files", name)] = FileEntry(
+                self._as(int, "files", length), self._as(int, "files", header), self._checksum(digest)
             )
         self.files = list(files)
         # The first field of tensors and values is a path in nested dicts, which is empty in all that save() writes.
-        count = 3 if version > 1 else 4
-        rows = {key: self._parts(key, e, count) for key, e in self._dict("tensors", fields.get("tensors")).items()}
-        tensors = {key: self._tensor(key, row[1], row[2]) for key, row in rows.items()}
-        count = 2 if version > 1 else 5
-        stored = {key: self._parts(key, e, count) for key, e in self._dict("values", fields.get("values")).items()}
-        places = None if version > 1 else self._places_1(tensors, rows, stored)
+        rows = self._rows("tensors", fields, 3)
+        tensors = {key: self._tensor(key, dtype, shape) for key, (_, dtype, shape) in rows.items()}
+        most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
+        dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
         try:
-            if places is None:
-                most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
-                dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
-                numbers, regions = self._columns(fields.get("shards"), 16 * (1 + dims) * most)
-            else:
-                regions, numbers = table_of(tensors, self.files, places)
+            packed = base64.b64decode(self._as(str, "shards", fields.get("shards")), validate=True)
+            columns = unpack_columns(packed, 16 * (1 + dims) * most)
+            regions = RegionTable.from_columns(columns[1:])
         except ValueError as error:
-            self._refuse(clipped(error) if places is not None else f"shards: found {error}")
+            self._refuse(f"shards: found {error}")
         return Index(
             where=self.where,
             tensors=tensors,
             regions=regions,
-            region_files=numbers,
-            values={key: self._file(key, row[1]) for key, row in stored.items()},
+            region_files=columns[0],
+            values={key: self._file(key, number) for key, (_, number) in self._rows("values", fields, 2).items()},
             files=files,
-            aliases={key: self._str(key, e) for key, e in self._dict("aliases", fields.get("aliases")).items()},
-            about=self._dict("about", fields.get("about")),
-            save=self._str("save", fields.get("save")),
-            block=self._int("block", fields.get("block")),
-            places=places,
+            aliases={
+                k: self._as(str, k, first) for k, first in self._as(dict, "aliases", fields.get("aliases")).items()
+            },
+            about=self._as(dict, "about", fields.get("about")),
+            save=self._as(str, "save", fields.get("save")),
+            block=self._as(int, "block", fields.get("block")),
         )
 
-    def _columns(self, found: Any, most: int) -> tuple[Numbers, RegionTable]:
-        """Return file numbers and regions of all shards; ValueError if they are no such columns."""
-        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True), most)
-        return columns[0], RegionTable.from_columns(columns[1:])
+    def _rows(self, name: str, fields: dict[str, Any], count: int) -> dict[str, list[Any]]:
+        return {key: self._parts(key, row, count) for key, row in self._as(dict, name, fields.get(name)).items()}
 
     def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
+        sizes = tuple(self._as(int, key, size) for size in self._as(list, key, shape))
         try:
-            return TensorEntry(self._str(key, dtype), self._shape(key, shape))
+            return TensorEntry(self._as(str, key, dtype), sizes)
         except ValueError as error:
             self._wrong(key, str(error))
 
-    def _shape(self, key: str, found: Any) -> tuple[int, ...]:
-        return tuple(self._int(key, size) for size in self._list(key, found))
-
-    def _places_1(
-        self, tensors: Mapping[str, TensorEntry], rows: Mapping[str, list[Any]], values: Mapping[str, list[Any]]
-    ) -> dict[tuple[str, Region | None], FilePlace]:
-        """Return the places of all shards and values, which format 1 has in its index."""
-        places: dict[tuple[str, Region | None], FilePlace] = {}
-        for key, row in rows.items():
-            size = ITEM_SIZES[tensors[key].dtype]
-            for shard in self._list(key, row[3]):
-                offsets, sizes, file, start, digests = self._parts(key, shard, 5)
-                try:
-                    region = Region(self._shape(key, offsets), self._shape(key, sizes))
-                except ValueError as error:
-                    self._wrong(key, str(error))
-                length = region.numel * size
-                place = FilePlace(self._file(key, file), self._int(key, start), length, self._hex(key, digests))
-                places[key, region] = place
-        for key, (_, file, start, length, digests) in values.items():
-            numbers = self._int(key, start), self._int(key, length)
-            places[key, None] = FilePlace(self._file(key, file), *numbers, self._hex(key, digests))
-        return places
-
     def _file(self, key: str, number: Any) -> str:
-        index = self._int(key, number)
+        index = self._as(int, key, number)
         if not 0 <= index < len(self.files):
             self._wrong(key, f"file number {index} of {len(self.files)}")
         return self.files[index]
 
     def _parts(self, key: str, found: Any, count: int) -> list[Any]:
-        parts = self._list(key, found)
+        parts = self._as(list, key, found)
         if len(parts) != count:
             self._wrong(key, f"{len(parts)} fields, not {count}")
         return parts
 
-    def _hex(self, key: str, found: Any) -> bytes:
+    def _checksum(self, found: Any) -> bytes:
         try:
-            return bytes.fromhex(self._str(key, found))
+            return bytes.fromhex(self._as(str, "files", found))
         except ValueError:
-            self._wrong(key, f"{found[:_SHOWN]!r} as a checksum")
+            self._wrong("files", f"{found[:_SHOWN]!r} as a checksum")
 
-    def _int(self, key: str, found: Any) -> int:
-        if type(found) is not int:  # excludes bool
-            self._wrong(key, f"{str(found)[:_SHOWN]!r} where an integer was expected")
-        return found
-
-    def _str(self, key: str, found: Any) -> str:
-        if not isinstance(found, str):
-            self._wrong(key, f"{str(found)[:_SHOWN]!r} where a string was expected")
-        return found
-
-    def _list(self, key: str, found: Any) -> list[Any]:
-        if not isinstance(found, list):
-            self._wrong(key, f"{str(found)[:_SHOWN]!r} where a list was expected")
-        return found
-
-    def _dict(self, key: str, found: Any) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            self._wrong(key, f"{str(found)[:_SHOWN]!r} where an object was expected")
+    def _as(self, kind: type[T], key: str, found: Any) -> T:
+        """Return a value that has to be of a kind; a bool is no integer."""
+        if type(found) is not kind:
+            self._wrong(key, f"{str(found)[:_SHOWN]!r} where {_KINDS[kind]} was expected")
         return found
 
     def _wrong(self, key: str, found: str) -> NoReturn:

@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -28,13 +28,16 @@ from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, INDEX_FILE, ITEM_
 from fullshard.checkpoint.format.index_json import checksum, from_json
 from fullshard.checkpoint.format.torch_format import METADATA_FILE, decode_shard, read_metadata
 from fullshard.checkpoint.format.values import from_bytes
-from fullshard.checkpoint.state.tensor_shards import TensorShard
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region, regions_of_range
 from fullshard.memory import host_buffer
 from fullshard.messages import clipped
 
-__all__ = ["CheckpointReader", "ShardRead", "open_reader"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CheckpointReader", "ShardRead"]
 
 _KEPT = 1 << 30  # bytes
 _SMALL = 1 << 19  # bytes; half of a small second-level cache
@@ -64,33 +67,8 @@ class ShardRead:
         return ITEM_SIZES[self.dtype]
 
 
-def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open the checkpoint in a folder, of fullshard's format or of torch.distributed.checkpoint's.
-
-    Args:
-        path: Local path, or URL that fsspec knows.
-
-    Raises:
-        CheckpointError: If there is no checkpoint, or its index is corrupted.
-    """
-    folder = Folder(path)
-    for name in (INDEX_FILE, METADATA_FILE):
-        if folder.exists(name):
-            data = folder.read_index(name)
-            own = name == INDEX_FILE
-            index = from_json(data, folder.where(name)) if own else read_metadata(data, folder)
-            return CheckpointReader(folder, index, checksum(data))
-    names = folder.names()
-    found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
-    raise CheckpointError(
-        f"{folder.path} has no checkpoint: {found}, but neither {INDEX_FILE} (fullshard) nor {METADATA_FILE} "
-        "(torch.distributed.checkpoint). Pass the folder that was saved to; an interrupted first save leaves no "
-        "checkpoint"
-    )
-
-
 class CheckpointReader:
-    """Reads a checkpoint; made by ``open_reader``. Only the blocks that are needed are read.
+    """Reads a checkpoint; made by ``open``, and a context manager. Only the blocks that are needed are read.
 
     Args:
         folder: Folder of the checkpoint.
@@ -117,6 +95,37 @@ class CheckpointReader:
         self._directories, self._versions = {}, {}
         self._checked, self._kept_bytes, self._decoded = {}, 0, None
         self._checksum_buffer, self._buffer = memoryview(bytearray(_SMALL)), host_buffer(0, torch.uint8, pin=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open the checkpoint in a folder, of fullshard's format or of torch.distributed.checkpoint's.
+
+        Args:
+            path: Local path, or URL that fsspec knows.
+
+        Raises:
+            CheckpointError: If there is no checkpoint, or its index is corrupted.
+        """
+        folder = Folder(path)
+        for name in (INDEX_FILE, METADATA_FILE):
+            if folder.exists(name):
+                data = folder.read_index(name)
+                own = name == INDEX_FILE
+                index = from_json(data, folder.where(name)) if own else read_metadata(data, folder)
+                return cls(folder, index, checksum(data))
+        names = folder.names()
+        found = f"found {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "it is empty or missing"
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint: {found}, but neither {INDEX_FILE} (fullshard) nor {METADATA_FILE} "
+            "(torch.distributed.checkpoint). Pass the folder that was saved to; an interrupted first save leaves no "
+            "checkpoint"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def value(self, key: str) -> Any:
         """Return a value that is not a tensor. Runs no code from the file.
@@ -171,7 +180,7 @@ class CheckpointReader:
                 self._checked[self._block_key(read, start)] = flat
         return reads
 
-    def verify(self, read: ShardRead) -> None:
+    def verify_shard(self, read: ShardRead) -> None:
         """Read all of a shard and verify it.
 
         Raises:
@@ -212,15 +221,8 @@ class CheckpointReader:
                 "it again, or use another checkpoint"
             )
         version = self.folder.version(name)
-        if self.index.places is None:
+        if self.index.own_format:
             self._directories[name] = read_directory(self._file(name), where, name, entry, self.index.block)
-        elif self.index.own_format:
-            stream = self._file(name)
-            stream.seek(0)
-            if checksum(stream.read(entry.header)) != entry.checksum:
-                raise CheckpointError(
-                    f"{where}: checksum mismatch in the header; copy the file again, or use another checkpoint"
-                )
         self._versions[name] = version
 
     def close(self) -> None:

@@ -85,7 +85,6 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
             files={name: FileEntry(folder.length(name)) for name in names},
             about={"format": "torch.distributed.checkpoint", "version": shown(top.get("version"))},
             places=places,
-            own_format=False,
         )
     except CheckpointError:
         raise
@@ -157,7 +156,7 @@ def _contents(
 
 @contextlib.contextmanager
 def _refused_with(key: Any) -> Iterator[None]:
-    """Name the key in errors of the block, which may be any: nothing in the pickle has to be what it should be."""
+    """Re-raise any error of the block as UnpicklingError for ``key``; a hostile pickle may hold any type."""
     try:
         yield
     except UnpicklingError as error:

@@ -33,7 +33,7 @@ from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
 if TYPE_CHECKING:
-    from fullshard.checkpoint.state.tensor_shards import TensorShards
+    from fullshard.engine.parameters.tensor_shards import TensorShards
 
 __all__ = ["RankInventory", "TensorTable", "WritePlan", "plan_writes"]
 
@@ -153,8 +153,8 @@ def plan_writes(held: Sequence[RankInventory]) -> WritePlan:
     problem = regions.take(written).find_problem(table.shapes)
     if problem is not None:
         raise CheckpointError(
-            f"{table.keys[problem[0]]}: the ranks that save hold {problem[1]}; save with the process_group of all "
-            "ranks that the model is sharded over"
+            f"{table.keys[problem[0]]}: the ranks that save hold {problem[1]}; pass the process_group of all ranks "
+            "that the model is sharded over, or None for all ranks"
         )
     values = _first_holders([each.values for each in held])
     with_data = set(ranks[written].tolist())

@@ -29,17 +29,16 @@ import torch
 
 from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.data_file import DataEntry, dtype_name, write_entries
-from fullshard.checkpoint.format.files import Folder
+from fullshard.checkpoint.format.files import Folder, looks
 from fullshard.checkpoint.format.index import DATA_FILE, INDEX_FILE, FileEntry, Index, TensorEntry, data_file
 from fullshard.checkpoint.format.index_json import to_json
 from fullshard.checkpoint.format.region_table import shape_columns
 from fullshard.checkpoint.format.write_plan import RankInventory, WritePlan, plan_writes
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
 
 __all__ = ["index_of", "write_checkpoint"]
 
-_LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for a file: a network file system may show it late
 _ORPHAN_S = 7200.0  # since the last change of a file, longer than ranks wait for each other
 _TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
 
@@ -87,7 +86,6 @@ def write_checkpoint(
 
     def take_inventory() -> RankInventory:
         wait()
-        _check_dtypes(entries)
         folder.create()
         if ranks.rank == 0:
             _remove_orphans(folder)
@@ -116,15 +114,6 @@ def write_checkpoint(
     )
 
 
-def _check_dtypes(entries: Mapping[str, TensorShards | bytes]) -> None:
-    for key, entry in entries.items():
-        if not isinstance(entry, bytes):
-            try:
-                dtype_name(entry.dtype)
-            except TypeError as error:
-                raise TypeError(f"{key}: {error}") from error
-
-
 def _write_data_file(
     folder: Folder, entries: Mapping[str, TensorShards | bytes], assignment: _WriteAssignment, rank: int
 ) -> FileEntry | None:
@@ -143,7 +132,7 @@ def _assigned(
 ) -> Iterator[tuple[DataEntry, torch.Tensor]]:
     """Yield the entries of this rank's data file in order."""
     shards = [
-        (DataEntry.of_shard(key, dtype_name(entry.dtype), tuple(entry.shape), shard.region), shard.local)
+        (DataEntry.of_shard(key, dtype_name(key, entry.dtype), tuple(entry.shape), shard.region), shard.local)
         for key, entry in entries.items()
         if not isinstance(entry, bytes)
         for shard in entry.shards
@@ -240,11 +229,11 @@ def _check_files(folder: Folder, index: Index) -> None:
         CheckpointError: If a file is missing or incomplete.
     """
     for name, file in index.files.items():
-        for look in range(_LOOKS):
+        found = None
+        for _ in looks():
             found = folder.length(name) if folder.exists(name) else None
             if found == file.length:
                 break
-            time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
         else:
             raise CheckpointError(
                 f"{folder.where(name)} was written by another rank, but on this rank it "

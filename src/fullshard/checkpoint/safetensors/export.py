@@ -3,39 +3,58 @@
 [Note: Export without gathering]
 The byte ranges of all tensors follow from names, shapes and dtypes, which all ranks know. So one rank creates the
 files, headers first and at full length, under temporary names, and then all ranks write their shards into them
-concurrently; weights are not communicated. Replicated shards are written by one rank. At the end the files are renamed
-to their final names, the index last. That needs a folder on a shared file system; otherwise the group's first rank
-writes all, tensor by tensor, as ``fullshard.full_tensors`` gathers them.
+concurrently; weights are not communicated. Which rank writes a replicated shard is planned as for a save. At the end
+the files are renamed to their final names, the index last. That needs a folder on a shared file system; otherwise the
+group's first rank writes all, tensor by tensor, as ``fullshard.full_tensors`` gathers them.
+
+``export_checkpoint`` writes the same files from a checkpoint, without the model and without ranks, in little memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.coordinator import Coordinator
+from fullshard.checkpoint.format.files import flush, looks
 from fullshard.checkpoint.format.host import plain
-from fullshard.checkpoint.safetensors.files import FileTensor, local_path, plan_files, shortened
-from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path
+from fullshard.checkpoint.format.write_plan import RankInventory, plan_writes
+from fullshard.checkpoint.safetensors.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FilePlan,
+    FileTensor,
+    index_text,
+    local_path,
+    plan_files,
+    read_index,
+)
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.checkpoint.state.model import ModelState, model_state
-from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
+from fullshard.engine.parameters.tensor_shards import TensorShard, TensorShards
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
 from fullshard.ranks.agreement import any_rank, compare, digest_of, gather, who_differs
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
+from fullshard.ranks.groups import coordination_group
 
-__all__ = ["ALIASES", "check_arguments", "described", "export_safetensors"]
+__all__ = ["ALIASES", "OutputFiles", "export_checkpoint", "export_safetensors"]
 
 ALIASES = "aliases"  # metadata key: other names of tied parameters, each with the name in the files
-_LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for the folder: a network file system may show it late
-_AGREED_BYTES = 16 * 1024 * 1024  # of one all-gather of digests
+_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
 
 
 def export_safetensors(
@@ -89,13 +108,13 @@ def export_safetensors(
         ```
     """
     texts = dict(metadata or {})
-    check_arguments(dtype, max_shard_bytes)
+    _check_arguments(dtype, max_shard_bytes)
     if ALIASES in texts or not all(isinstance(text, str) for item in texts.items() for text in item):
         raise ValueError(f"metadata: expected a dictionary of strings without the key {ALIASES!r}, found {texts}")
     path = local_path("export_safetensors: folder", folder)
     with rank_barrier(f"export_safetensors {path}", process_group) as barrier:
         state = barrier.run_on_all("planning", lambda: _exportable_state(model))
-        tensors = {name: described(shards.dtype, shards.shape, dtype) for name, shards in state.tensors.items()}
+        tensors = {name: _described(shards.dtype, shards.shape, dtype) for name, shards in state.tensors.items()}
         aliases = {ALIASES: json.dumps(state.aliases)} if state.aliases else {}
         header_texts = {"format": "pt", **texts, **aliases}  # some readers require the format
         plans = barrier.run_on_all("planning", lambda: plan_files(tensors, max_shard_bytes, header_texts))
@@ -115,8 +134,7 @@ def export_safetensors(
             shared = not any_rank(not seen, [process_group])
             _on_first(barrier, "making files", files.make)
             if shared:
-                own, partial = _assign_shards(state, process_group)
-                barrier.run_on_all("assigning shards", lambda: _check_complete(partial, state))
+                own = _assign_shards(state, process_group)
                 barrier.run_on_all("writing", lambda: files.write(own))
             else:
                 error = _write_alone(files, model, dtype, writes=barrier.rank == 0)
@@ -127,7 +145,7 @@ def export_safetensors(
                 files.clean_up()
 
 
-def check_arguments(dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+def _check_arguments(dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     """Raise ValueError if an argument of an export is invalid."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype: expected a floating-point dtype, found {dtype}")
@@ -135,7 +153,7 @@ def check_arguments(dtype: torch.dtype | None, max_shard_bytes: int) -> None:
         raise ValueError(f"max_shard_bytes: expected a positive number, found {max_shard_bytes}")
 
 
-def described(own: torch.dtype, shape: Sequence[int], dtype: torch.dtype | None) -> FileTensor:
+def _described(own: torch.dtype, shape: Sequence[int], dtype: torch.dtype | None) -> FileTensor:
     """Return a tensor as it is in a file, with floating-point ones converted to ``dtype``."""
     return FileTensor(dtype if dtype is not None and own.is_floating_point else own, tuple(shape))
 
@@ -168,57 +186,21 @@ def _exportable_state(model: nn.Module) -> ModelState:
     return state
 
 
-def _assign_shards(
-    state: ModelState, group: dist.ProcessGroup | None
-) -> tuple[list[tuple[str, TensorShard]], dict[str, int]]:
-    """Return the shards that this rank writes: all that it holds, except replicas that another rank writes. A
-    collective.
+def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> list[tuple[str, TensorShard]]:
+    """Return the shards that this rank writes, by the plan of a save. A collective.
 
-    Ranks that hold the same regions of a tensor are assumed to hold the same values; the one that has least to write so
-    far writes them.
+    Ranks that hold the same regions of a tensor are assumed to hold the same values.
 
-    Returns:
-        The shards; and, equal on all ranks, the tensors that all shards together do not cover, with the number of
-        elements that they cover.
+    Raises:
+        CheckpointError: If the shards of all ranks do not make up every tensor.
     """
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    own = np.array([_holding(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 3)
-    loads, mine, partial = np.zeros(size, dtype=np.int64), [], {}
-    items, step = list(state.tensors.items()), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
-    for start in range(0, len(items), step):
-        table = np.stack(list(gather(own[start : start + step], group).values()), axis=1)
-        for (name, held), column in zip(items[start : start + step], table, strict=True):
-            order = np.argsort(loads, kind="stable")
-            digests, first = np.unique(column[order, 0], return_index=True)
-            writers = order[first[digests != 0]]  # of each set of regions, the rank with the least to write
-            loads[writers] += column[writers, 1]
-            if rank in writers:
-                mine += [(name, shard) for shard in held.shards if shard.region.numel]
-            numel = int(column[writers, 2].sum())
-            if numel != held.shape.numel():
-                partial[name] = numel
-    return mine, partial
-
-
-def _holding(shards: TensorShards) -> tuple[int, int, int]:
-    """Return a hash of the regions of a tensor that this rank holds (0 if none), their bytes, and their elements."""
-    regions = [(shard.region.offsets, shard.region.sizes) for shard in shards.shards if shard.region.numel]
-    digest = int.from_bytes(digest_of(regions), "little", signed=True) | 1
-    return (digest if regions else 0), shards.nbytes, sum(shard.region.numel for shard in shards.shards)
-
-
-def _check_complete(partial: Mapping[str, int], state: ModelState) -> None:
-    """Raise if some tensors would not be written completely: the rest would be zeros in the files."""
-    if partial:
-        listed = [
-            f"{name} (expected {state.tensors[name].shape.numel()} elements, found {numel})"
-            for name, numel in partial.items()
-        ]
-        raise CheckpointError(
-            f"the ranks that export do not hold all shards of these tensors: {shortened(listed)}; call it on all ranks "
-            "that the model is sharded over, and pass their process_group, or None for all ranks"
-        )
+    tensors = {name: replace(shards, equal=True) for name, shards in state.tensors.items()}
+    ranks = Coordinator(coordination_group(group), "cannot export the weights")
+    writes = ranks.decide(
+        lambda: RankInventory.of(tensors, with_table=ranks.rank == 0), lambda held: plan_writes(held).writes
+    )
+    shards = ((name, shard) for name, held in tensors.items() for shard in held.shards)
+    return [shard for shard, chosen in zip(shards, writes.tolist(), strict=True) if chosen]
 
 
 # -------------------------------------------------------------------- files
@@ -226,18 +208,14 @@ def _check_complete(partial: Mapping[str, int], state: ModelState) -> None:
 
 def _make_folder(files: OutputFiles) -> None:
     """Create the folder, and a file in it by which other ranks can tell that they see the same folder."""
-    with errors_with_path(files.folder):
+    with _errors_with_path(files.folder):
         files.folder.mkdir(parents=True, exist_ok=True)
         files.token_file.touch()
 
 
 def _sees_folder(files: OutputFiles) -> bool:
     """Return True if this rank sees the same folder as the first rank."""
-    for look in range(_LOOKS):
-        if files.token_file.exists():
-            return True
-        time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
-    return False
+    return any(files.token_file.exists() for _ in looks())
 
 
 def _write_alone(files: OutputFiles, model: nn.Module, dtype: torch.dtype | None, *, writes: bool) -> Exception | None:
@@ -257,3 +235,202 @@ def _write_alone(files: OutputFiles, model: nn.Module, dtype: torch.dtype | None
     for _ in tensors:
         pass
     return error
+
+
+# -------------------------------------------------------------------- from a checkpoint
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str = "model.",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Write the tensors of a checkpoint as safetensors files, a few megabytes at a time.
+
+    Args:
+        path: Folder or URL of the checkpoint, of fullshard's format or of torch.distributed.checkpoint's.
+        out: A file that ends in ``.safetensors``; or a folder, which gets the Hugging Face layout: one
+            ``model.safetensors``, or numbered files and ``model.safetensors.index.json``.
+        prefix: Write the tensors whose names begin with it, without the prefix.
+        dtype: Convert floating-point tensors to it. None: keep their dtypes.
+        max_shard_bytes: Limit for the tensors in each file of a folder; a larger tensor gets a separate file.
+
+    Returns:
+        The files, in order; the index, if there is one, last.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be read, has no such tensors, or a file cannot be written. Existing
+            files at ``out`` are then unchanged.
+        ValueError: If an argument is invalid, or safetensors does not support a dtype.
+    """
+    _check_arguments(dtype, max_shard_bytes)
+    target = local_path("out", out)
+    single = target.suffix == ".safetensors"
+    with open_checkpoint(path) as checkpoint:
+        tensors = {
+            name.removeprefix(prefix): _described(checkpoint.dtype(name), checkpoint.shape(name), dtype)
+            for name in _names(checkpoint, prefix)
+        }
+        metadata = {"format": "pt", **_tied(checkpoint, prefix)}
+        plans = plan_files(tensors, 1 << 62 if single else max_shard_bytes, metadata)
+        if single:
+            plans = [replace(plans[0], name=target.name)]
+        folder = target.parent if single else target
+        files = OutputFiles(folder, plans, secrets.token_hex(8), is_single=single)
+        with _errors_with_path(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            files.make()
+            names = (name for plan in plans for name in plan.tensors)  # in the order of the files
+            files.write((name, shard) for name in names for shard in checkpoint.shards(prefix + name))
+            return files.publish({})
+        finally:
+            files.clean_up()
+
+
+def _names(checkpoint: Checkpoint, prefix: str) -> list[str]:
+    found = [name for name in checkpoint.names if name.startswith(prefix)]
+    if not found:
+        there = sorted({name.split(".")[0] + "." for name in checkpoint.names if "." in name})
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensors whose names begin with {prefix!r}. Prefixes of its "
+            f"{len(checkpoint.names)} tensors: {', '.join(map(repr, there[:10])) or 'none'}; pass one of these as "
+            "prefix, or '' for all tensors"
+        )
+    return found
+
+
+def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    """Return the metadata in which ``fullshard.load_safetensors`` finds the other names of tied parameters."""
+    aliases = {
+        name.removeprefix(prefix): first.removeprefix(prefix)
+        for name, first in checkpoint.aliases.items()
+        if name.startswith(prefix) and first.startswith(prefix)
+    }
+    return {ALIASES: json.dumps(aliases)} if aliases else {}
+
+
+# -------------------------------------------------------------------- files until they are complete
+
+
+@dataclass(frozen=True)
+class OutputFiles:
+    """The files of one export.
+
+    Args:
+        folder: Folder of the files; it exists.
+        plans: Layout of each file.
+        token: Part of the temporary names; 16 hexadecimal digits.
+        sync: Flush files to disk before they are renamed.
+        is_single: A file of the caller's name, beside others; not the Hugging Face layout.
+    """
+
+    folder: Path
+    plans: Sequence[FilePlan]
+    token: str
+    sync: bool = False
+    is_single: bool = False
+
+    def make(self) -> None:
+        """Create all files with their headers and at full length; remove leftovers of interrupted exports."""
+        mine = re.compile(re.escape(f".{self.plans[0].name}.") + r"[0-9a-f]{16}\.tmp")
+        leftover = mine if self.is_single else _TEMPORARY
+        with _errors_with_path(self.folder):
+            for path in self.folder.iterdir():
+                if leftover.fullmatch(path.name) and self.token not in path.name:
+                    path.unlink(missing_ok=True)
+        for plan in self.plans:
+            with _errors_with_path(self.folder / plan.name), self._temporary(plan).open("wb") as file:
+                file.write(plan.header)
+                file.truncate(plan.size)
+
+    def write(self, shards: Iterable[tuple[str, TensorShard]]) -> None:
+        """Write shards of tensors, by name, to their byte ranges, through a few megabytes of memory."""
+        numbers = {name: number for number, plan in enumerate(self.plans) for name in plan.tensors}
+        mover = ShardFileIO()
+        for number, in_file in groupby(shards, lambda item: numbers[item[0]]):
+            with self.opened(self.plans[number]) as descriptor:
+                for name, shard in in_file:
+                    mover.write(descriptor, self.plans[number].tensors[name], shard)
+
+    @contextlib.contextmanager
+    def opened(self, plan: FilePlan) -> Iterator[int]:
+        """Open one of the files to write to it, as a descriptor."""
+        with _errors_with_path(self.folder / plan.name):
+            descriptor = os.open(self._temporary(plan), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                yield descriptor
+                if self.sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def publish(self, texts: Mapping[str, str]) -> list[Path]:
+        """Rename the files to their final names, and remove those that they replace. Readers never see files of two
+        exports.
+
+        Args:
+            texts: Strings for the index, if there is one.
+
+        Returns:
+            The files, in order; the index, if there is one, last.
+        """
+        with _errors_with_path(self.folder):
+            index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
+            files = [self.folder / plan.name for plan in self.plans]
+            replaced = set() if self.is_single else self._replaced(index)
+            if len(files) > 1:
+                index.unlink(missing_ok=True)  # no index while files of two exports may exist
+            for plan, file in zip(self.plans, files, strict=True):
+                self._flush(self._temporary(plan))  # also those that this rank has only made
+                self._temporary(plan).replace(file)
+            if len(files) > 1:
+                self.token_file.write_text(index_text(self.plans, texts))
+                self._flush(self.token_file)
+                self.token_file.replace(index)
+                single.unlink(missing_ok=True)  # last: readers prefer it
+                files.append(index)
+            elif not self.is_single:
+                index.unlink(missing_ok=True)
+            for file in replaced.difference(files):
+                file.unlink(missing_ok=True)
+            self._flush(self.folder)
+            return files
+
+    def clean_up(self) -> None:
+        """Remove temporary files."""
+        for path in (self.token_file, *map(self._temporary, self.plans)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    @property
+    def token_file(self) -> Path:
+        """A file by which other ranks can tell that they see the same folder; later the index."""
+        return self.folder / f".model.{self.token}.tmp"
+
+    def _temporary(self, plan: FilePlan) -> Path:
+        return self.folder / f".{plan.name}.{self.token}.tmp"
+
+    def _replaced(self, index: Path) -> set[Path]:
+        """Return the files of an earlier export with an index."""
+        try:
+            names = read_index(index).values()
+        except CheckpointError:  # no earlier export
+            return set()
+        return {self.folder / name for name in names if _NUMBERED.fullmatch(name)}
+
+    def _flush(self, path: Path) -> None:
+        if self.sync:
+            flush(path)
+
+
+@contextlib.contextmanager
+def _errors_with_path(path: Path) -> Iterator[None]:
+    """Translate errors of the file system into CheckpointError with the path of what was written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

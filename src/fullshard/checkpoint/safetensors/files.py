@@ -16,16 +16,17 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fullshard.checkpoint.format.data_file import header_of
 from fullshard.errors import CheckpointError
-from fullshard.messages import clipped
+from fullshard.messages import clipped, shortened
 
 __all__ = [
     "INDEX_NAME",
@@ -39,7 +40,6 @@ __all__ = [
     "plan_files",
     "read_header",
     "read_index",
-    "shortened",
 ]
 
 SINGLE_NAME = "model.safetensors"
@@ -49,7 +49,6 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 1 << 28
 _LENGTH_BYTES = 8
 _PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")
-_SHOWN = 10
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -257,22 +256,17 @@ def plan_files(tensors: Mapping[str, FileTensor], max_bytes: int, metadata: Mapp
 def _plan_file(file_name: str, group: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FilePlan:
     # Large elements first, as the package does: then every tensor begins at a multiple of its element size.
     ordered = sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)
-    entries: dict[str, Any] = {METADATA: dict(metadata)}
-    starts, size = {}, 0
-    for name, tensor in ordered:
-        starts[name], end = size, size + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [size, end]}
-        size = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    entries = ((name, _NAMES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered)
+    header = header_of(entries, metadata, alignment=8)
+    if len(header) - _LENGTH_BYTES > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{file_name}: its header would have {len(text)} bytes, the limit is {MAX_HEADER_BYTES}; export with "
-            "a smaller max_shard_bytes, or less metadata"
+            f"{file_name}: its header would have {len(header) - _LENGTH_BYTES} bytes, the limit is {MAX_HEADER_BYTES}; "
+            "export with a smaller max_shard_bytes, or less metadata"
         )
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    placed = {name: tensor._replace(start=len(header) + starts[name]) for name, tensor in ordered}
-    return FilePlan(file_name, header, placed, len(header) + size)
+    placed, end = {}, len(header)
+    for name, tensor in ordered:
+        placed[name], end = tensor._replace(start=end), end + tensor.nbytes
+    return FilePlan(file_name, header, placed, end)
 
 
 def index_text(plans: Sequence[FilePlan], metadata: Mapping[str, str]) -> str:
@@ -281,10 +275,3 @@ def index_text(plans: Sequence[FilePlan], metadata: Mapping[str, str]) -> str:
     total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors.values())
     about = {**metadata, "total_size": total}
     return json.dumps({"metadata": about, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-
-
-def shortened(items: Iterable[str]) -> str:
-    """Return a list of the first items and how many more there are."""
-    every = list(items)
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(map(clipped, every[:_SHOWN])) + more

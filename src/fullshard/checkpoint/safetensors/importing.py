@@ -21,7 +21,7 @@ from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.state.materialize import MetaTensors
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.parameters import mark_shards_written
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
 from fullshard.ranks.agreement import compare, digest_of, who_differs
 from fullshard.ranks.barrier import rank_barrier

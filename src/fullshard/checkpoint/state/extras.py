@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 
 __all__ = ["joined", "placeholder", "random_state", "set_random_state", "split", "state_of", "tensors_in"]
 

@@ -137,7 +137,7 @@ def _run(initialize: Callable[[], object], module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _restored(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Undo what is done meanwhile to tensors in ``module``, except those in ``new``, which has them by their ids."""
+    """Restore the module's tensors after the block, except those in ``new`` (by id)."""
     stores: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
     kept = [
         (tensors, name, tensor, value_of(tensor).clone())

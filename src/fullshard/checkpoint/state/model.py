@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.checkpoint.state.parameters import local_parameters, walk_modules
-from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShards
 
 __all__ = ["EXTRA_STATE", "ModelState", "model_state"]
 
 EXTRA_STATE = "_extra_state"  # what nn.Module calls a module's own state in a state dict
 
 
+@dataclass(eq=False)
 class ModelState:
     """State of a model on this rank. Writing to its tensors writes to the model.
 
@@ -27,16 +29,13 @@ class ModelState:
         non_persistent: Names of buffers that are not saved, if these were asked for.
     """
 
-    tensors: dict[str, TensorShards]
-    aliases: dict[str, str]
-    extra: dict[str, Any]
-    non_persistent: set[str]
-    _setters: dict[str, Callable[[Any], None]]  # for extra state
-    _cast: list[tuple[torch.Tensor, torch.Tensor]]  # buffers that are saved in another dtype: buffer, saved tensor
-
-    def __init__(self) -> None:
-        self.tensors, self.aliases, self.extra, self.non_persistent = {}, {}, {}, set()
-        self._setters, self._cast = {}, []
+    tensors: dict[str, TensorShards] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    non_persistent: set[str] = field(default_factory=set)
+    _setters: dict[str, Callable[[Any], None]] = field(default_factory=dict)  # for extra state
+    # Buffers that are saved in another dtype: buffer, saved tensor.
+    _cast: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def names(self) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -14,18 +14,18 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import StateFingerprint
 from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.format.values import to_bytes
 from fullshard.checkpoint.format.write_plan import TensorTable
 from fullshard.checkpoint.state.extras import random_state, split, state_of
 from fullshard.checkpoint.state.model import model_state
-from fullshard.checkpoint.state.optimizer.state import fingerprint, optimizer_state
+from fullshard.checkpoint.state.optimizer.state import compare_fingerprints, fingerprint, optimizer_state
 from fullshard.checkpoint.state.parameters import local_parameters
-from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.engine.ownership import units_of
+from fullshard.engine.parameters.tensor_shards import TensorShard, TensorShards
 from fullshard.errors import CheckpointError
 from fullshard.memory import host_buffer, stream_waiter
+from fullshard.ranks.agreement import compare, differs, list_differences
 from fullshard.version import __version__
 
 __all__ = [
@@ -38,9 +38,12 @@ __all__ = [
     "Component",
     "Snapshot",
     "StagingMemory",
+    "StateFingerprint",
+    "compare_ranks",
     "components",
     "compute_device",
     "snapshot",
+    "state_entries",
 ]
 
 # Prefixes of keys.
@@ -50,6 +53,23 @@ ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "strict"}
 REMOVED = {"storage_reader", "storage_writer"}
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class StateFingerprint:
+    """Fingerprint of what one rank is about to save.
+
+    Attributes:
+        keys: Keys of the models' tensors.
+        states: Descriptions of optimizer state by FQN.
+        local: Hashes of parameters that nothing keeps equal over ranks.
+        tensors: Hash of all tensors' keys, shapes and dtypes; these may differ for tensors of only one rank.
+    """
+
+    keys: tuple[str, ...]
+    states: Mapping[str, str]
+    local: Mapping[str, str]
+    tensors: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +116,7 @@ class Snapshot:
             copies = [TensorShard(region, memory.like(local)) for region, local in entry.shards]
             for (_, copy), (_, local) in zip(copies, entry.shards, strict=True):
                 copy.copy_(local, non_blocking=accelerator is not None)
-            entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
+            entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), tuple(copies), equal=entry.equal)
         wait = self.wait if accelerator is None else _waiter([shard.local for shard in shards], accelerator)
         return Snapshot(entries, self.aliases, self.about, self.fingerprint, wait)
 
@@ -234,6 +254,40 @@ def snapshot(
     return Snapshot(entries, aliases, about, StateFingerprint(tuple(keys), states, local, tensors))
 
 
+def compare_ranks(own: StateFingerprint, group: dist.ProcessGroup | None) -> bool:
+    """Raise on all ranks of ``group`` if they do not hold shards of one model. An all-gather of a few bytes.
+
+    Returns:
+        True if all ranks have the same tensors, by key, shape and dtype.
+
+    Raises:
+        CheckpointError: With the keys and ranks that differ.
+        FullshardError: If the state of an optimizer differs between ranks.
+    """
+    if group is None or not differs(own, group):
+        return True
+    compare(dict.fromkeys(sorted(own.keys), "a tensor"), [group], _different_models)
+    compare_fingerprints(own.states, group)
+    compare(dict(sorted(own.local.items())), [group], _different_local_parameters)
+    return not differs(own.tensors, group)
+
+
+def _different_models(keys: Mapping[int, Mapping[str, str]]) -> CheckpointError:
+    return CheckpointError(
+        f"ranks hold different models: {list_differences(keys)}. Save each model (pipeline stage) with the "
+        "process_group of its ranks and to a separate folder; give experts that differ different names, or make them "
+        "DTensors"
+    )
+
+
+def _different_local_parameters(hashes: Mapping[int, Mapping[str, str]]) -> CheckpointError:
+    return CheckpointError(
+        "parameters that are not sharded (ignored_params, or outside of all units) have values that differ between "
+        f"ranks: {list_differences(hashes)}; only one of them could be saved. Make them DTensors, or save them with "
+        "another process_group to a separate folder"
+    )
+
+
 def _add_model(entries: dict[str, TensorShards | bytes], aliases: dict[str, str], component: Component) -> None:
     state = model_state(component.model)
     entries.update({component.prefix + name: shards for name, shards in state.tensors.items()})
@@ -259,22 +313,39 @@ def _add_optimizer(
 ) -> Mapping[str, Any]:
     """Add the state of an optimizer, and return the state, which must be equal on all ranks."""
     tree = optimizer_state(component.model, optimizer)
-    known = {fqn for options in tree["param_groups"] for fqn in options["params"]}
-    for fqn, values in tree["state"].items():
-        if fqn not in known:  # added by the user, for the optimizer as a whole
-            _add_value(entries, f"{component.prefix}{STATE}{fqn}", values)
+    for key, value in state_entries(component.prefix, tree["state"], tree["param_groups"]):
+        _add(entries, key, value)
+    for index, options in enumerate(tree["param_groups"]):
+        for name, value in options.items():
+            _add(entries, f"{component.prefix}{GROUPS}{index}.{name}", value)
+    state: Mapping[str, Any] = tree["state"]
+    return state
+
+
+def state_entries(
+    prefix: str, state: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of an optimizer's state with the keys that they have in a checkpoint.
+
+    Args:
+        prefix: Prefix of the optimizer's keys.
+        state: The state, by FQN; other keys are of what a user has added for the optimizer as a whole.
+        groups: The groups, with FQNs.
+
+    Raises:
+        CheckpointError: If a name in the state of a parameter is no string.
+    """
+    known = {fqn for options in groups for fqn in options["params"]}
+    for fqn, values in state.items():
+        if fqn not in known:
+            yield f"{prefix}{STATE}{fqn}", values
             continue
         for name, value in values.items():
             if not isinstance(name, str):
                 raise CheckpointError(
                     f"the optimizer state of {fqn} has the key {name!r}: keys must be strings to be restored"
                 )
-            _add(entries, f"{component.prefix}{STATE}{fqn}.{name}", value)
-    for index, options in enumerate(tree["param_groups"]):
-        for name, value in options.items():
-            _add(entries, f"{component.prefix}{GROUPS}{index}.{name}", value)
-    state: Mapping[str, Any] = tree["state"]
-    return state
+            yield f"{prefix}{STATE}{fqn}.{name}", value
 
 
 def compute_device(model: nn.Module) -> torch.device:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from fullshard.checkpoint.format.index import INDEX_FILE, TensorEntry
 from fullshard.checkpoint.format.torch_format import METADATA_FILE
-from fullshard.checkpoint.safetensors.consolidate import export as export_files
+from fullshard.checkpoint.safetensors.export import export_checkpoint
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 
@@ -94,7 +94,7 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
     except (CheckpointError, ValueError) as error:
         return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
     try:
-        files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
+        files = export_checkpoint(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
     except (CheckpointError, ValueError) as error:
         return _fail("export", str(error), FOUND if isinstance(error, CheckpointError) else WRONG_INPUT)
     console = Console()

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint.format.data_file import dtype_of
-from fullshard.checkpoint.format.index import Index, TensorEntry
-from fullshard.checkpoint.format.reader import CheckpointReader, open_reader
-from fullshard.checkpoint.state.tensor_shards import TensorShard
+from fullshard.checkpoint.format.index import TensorEntry
+from fullshard.checkpoint.format.reader import CheckpointReader
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region, regions_of_range
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-_PART = 1 << 24  # bytes read at once
+_PART = 1 << 20  # elements read at once
 _VALUE = "a value"
 
 
@@ -37,32 +37,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If there is no checkpoint, or its index is corrupted.
     """
-    return Checkpoint(open_reader(path))
+    return Checkpoint.open(path)
 
 
-class Checkpoint:
+class Checkpoint(CheckpointReader):
     """An open checkpoint, returned by ``open_checkpoint``. A context manager; tensors are read on demand."""
-
-    _reader: CheckpointReader
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.close()
 
     @property
     def path(self) -> str:
         """Path of the folder."""
-        return self._reader.folder.path
-
-    @property
-    def index(self) -> Index:
-        """Index of the checkpoint."""
-        return self._reader.index
+        return self.folder.path
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -116,27 +100,28 @@ class Checkpoint:
             CheckpointError: If it cannot be read, or its checksum does not match.
         """
         if name in self.index.values:
-            return self._reader.value(name)
-        entry = self._tensor(name)
-        return self._range(name, 0, entry.numel).view(entry.shape)
+            return self.value(name)
+        shape = self._tensor(name).shape
+        whole = TensorShard(Region.whole(shape), torch.empty(shape, dtype=self.dtype(name), device="cpu"))
+        self.fill(self.find(name, [whole]))
+        return whole.local
 
-    def parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor in parts of at most 16 MiB.
+    def shards(self, name: str) -> Iterator[TensorShard]:
+        """Yield a tensor in contiguous parts of at most a million elements, in order.
 
         Args:
             name: Name of the tensor.
 
         Yields:
-            Index of the part's first element, counted row by row, and its elements as a 1-D tensor.
+            Each part's region, and its elements.
 
         Raises:
             KeyError: If there is no such tensor.
             CheckpointError: If it cannot be read, or its checksum does not match.
         """
         entry = self._tensor(name)
-        step = max(1, _PART // self.dtype(name).itemsize)
-        for start in range(0, entry.numel, step):
-            yield start, self._range(name, start, min(step, entry.numel - start))
+        for start in range(0, entry.numel, _PART):
+            yield from self._range(name, start, min(_PART, entry.numel - start))
 
     def verify(self) -> list[str]:
         """Read everything and verify the checksums.
@@ -157,7 +142,7 @@ class Checkpoint:
             return True
 
         for name in self.index.files:
-            if not succeeds(self._reader.check_file, name):
+            if not succeeds(self.check_file, name):
                 bad_files.add(name)  # where its shards are is not known then
         for key in self.index.tensors:
             for region, file in self.index.shards(key):
@@ -165,7 +150,7 @@ class Checkpoint:
                     succeeds(self._verify_shard, key, region)
         for key, file in self.index.values.items():
             if file not in bad_files:
-                succeeds(self._reader.value, key)
+                succeeds(self.value, key)
         return problems
 
     def diff(self, other: Checkpoint) -> list[str]:
@@ -202,19 +187,17 @@ class Checkpoint:
         except KeyError:
             raise KeyError(f"{self.path} has no tensor {name!r}") from None
 
-    def _range(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return a range of elements of a tensor, counted row by row, 1-D."""
-        out, done, targets = torch.empty(numel, dtype=self.dtype(name), device="cpu"), 0, []
-        for region in regions_of_range(self._tensor(name).shape, start, numel):
-            targets.append(TensorShard(region, out[done : done + region.numel].view(region.sizes)))
-            done += region.numel
-        self._reader.fill(self._reader.find(name, targets))
-        return out
+    def _range(self, name: str, start: int, numel: int) -> list[TensorShard]:
+        """Read a range of elements of a tensor, counted row by row."""
+        regions = regions_of_range(self._tensor(name).shape, start, numel)
+        shards = [TensorShard(r, torch.empty(r.sizes, dtype=self.dtype(name), device="cpu")) for r in regions]
+        self.fill(self.find(name, shards))
+        return shards
 
     def _verify_shard(self, key: str, region: Region) -> None:
         nothing = torch.empty(region.sizes, dtype=self.dtype(key), device="meta")
-        for read in self._reader.find(key, [TensorShard(region, nothing)]):
-            self._reader.verify(read)
+        for read in self.find(key, [TensorShard(region, nothing)]):
+            self.verify_shard(read)
 
     def _described(self) -> dict[str, str]:
         tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
@@ -224,9 +207,8 @@ class Checkpoint:
     def _distance(self, other: Checkpoint, name: str) -> str:
         """Return how many elements of a tensor differ, and by how much; empty if none does."""
         count, largest = 0, 0.0
-        for start, one in self.parts(name):
-            two = other._range(name, start, one.numel())
-            if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+        for (_, one), (_, two) in zip(self.shards(name), other.shards(name), strict=True):
+            if one.dtype == two.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, two))):
                 continue
             distances = _distances(one, two)
             if distances.numel():

@@ -13,14 +13,21 @@ while they compute, and the ``FlatParameter`` with all shards is what is registe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Shard
 
+from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
+from fullshard.engine.parameters.placement import dtensor, region_at
+from fullshard.engine.parameters.ragged_tensor import regions_of_slice
+from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import (
     accumulate_gradient,
     clear_gradient,
@@ -30,10 +37,11 @@ from fullshard.engine.parameters.sharded import (
     value_of,
 )
 from fullshard.engine.parameters.slices import SliceParameter
+from fullshard.engine.parameters.tensor_shards import ShardView, ShardViews, TensorShard, TensorShards, full_tensor
 from fullshard.errors import FullshardError
-from fullshard.layout import FlatLayout
+from fullshard.layout import FlatLayout, Region
 
-__all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "set_gradient_dtype"]
+__all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "is_flat", "set_gradient_dtype"]
 
 
 NOT_FUNCTIONAL = (
@@ -150,6 +158,115 @@ class FlatShardedParameter(SliceParameter):
             self.sharded = found
             self.remember_attributes()
         return found
+
+    # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this parameter's part, a view, of a tensor that is shaped as ``optimized``, such as its gradient."""
+        local = value_of(value)
+        if self.handle is None:
+            return local
+        assert self.shard is not None, f"{self.fqn} was not laid out"
+        return local.reshape(-1).narrow(0, self.shard.offset, self.shard.numel)
+
+    def shards(self, value: torch.Tensor, name: str) -> TensorShards:
+        """Return that part as shards of the unsharded parameter.
+
+        Args:
+            value: The tensor.
+            name: FQN of the parameter, for the error.
+
+        Raises:
+            FullshardError: If it is neither this rank's shard of one nor all of it.
+        """
+        local, shape, whole = self.part_of(value), self.shape, self.placement.shape
+        outer = Region.whole(whole)
+        if isinstance(full := self.placement.unsharded(local), DTensor):
+            here = full.device_mesh.get_coordinate()
+            assert here is not None, f"{self.fqn} is on a mesh that this rank is not part of"
+            outer = region_at(full, here)
+        if tuple(local.shape) == shape.shape:
+            return TensorShards.placed(whole, local, outer)
+        assert self.shard is not None, f"{self.fqn} was not laid out"
+        if not whole.numel():  # as any other tensor without elements: every rank holds all of it
+            return TensorShards.placed(whole, local.new_empty(outer.sizes), outer)
+        if local.numel() != self.shard.numel:
+            raise FullshardError(
+                f"{name}: expected this rank's shard, {self.shard.numel} elements, or all of it, {shape.shape}; "
+                f"found {tuple(local.shape)}"
+            )
+        regions = regions_of_slice(shape.shape, shape.stride, self.shard, local.reshape(-1))
+        shards = tuple(TensorShard(region.shifted(outer.offsets), part) for region, part in regions)
+        return TensorShards(whole, local.dtype, local.device, shards, equal=True)
+
+    def full_from(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+        """Gather the unsharded tensor that is shaped as ``optimized`` on all ranks. A collective.
+
+        Args:
+            value: This rank's part of it, in any dtype.
+            only_on: Global rank that needs it. None: all.
+
+        Returns:
+            A new tensor on the compute device; None on most ranks that do not need it.
+        """
+        if self.placement.own is None:
+            return self._gather(value, only_on)
+        whole = self._gather(value)  # ranks along its other mesh axes take part in the next collective
+        assert whole is not None
+        return full_tensor(self.placement.unsharded(whole))
+
+    def reshard(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is shaped as ``optimized`` as ``fully_shard`` would shard it. A collective."""
+        whole = self._gather(value)
+        assert whole is not None
+        if self.placement.mesh.shard is None:  # whole in the model's own state dict as well
+            return self.placement.unsharded(whole)
+        return self.shard_of(whole, whole.device)
+
+    def views(self) -> ShardViews:
+        """Return the shards of all ranks: ranges of elements in the order of memory."""
+        mesh = self.placement.mesh
+
+        def at(coordinate: Sequence[int]) -> ShardView:
+            assert self.slot is not None, f"{self.fqn} was not laid out"
+            shard = self.slot.shard(coordinate[0])
+            return ShardView((shard.numel,), (1,), shard.start)
+
+        axes = [0] if mesh.shard is not None and mesh.world_size > 1 else []
+        return ShardViews(mesh.shard or mesh.device_mesh, axes, self.shape.stride, at)
+
+    def _gather(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+        """Gather the parameter over the shard axis, with its strides."""
+        mesh, shape = self.placement.mesh, self.shape
+        local = self.part_of(value).to(mesh.device.type)
+        make = partial(torch.empty_strided, shape.shape, shape.stride, dtype=local.dtype, device=local.device)
+        if mesh.shard is None or mesh.world_size == 1:
+            return make().copy_(local.view(shape.shape))
+        assert self.slot is not None, f"{self.fqn} was not laid out"
+        group, ranges = mesh.shard.get_group(), [self.slot.shard(rank)[:2] for rank in range(mesh.world_size)]
+        if only_on is None:
+            whole = make()
+            gather_ranges(whole, ranges, local, group)
+            return whole
+        ranks = dist.get_process_group_ranks(group)
+        if only_on not in ranks:
+            return None  # a replica of another shard group
+        receiver = ranks.index(only_on)
+        receives = mesh.rank == receiver
+        elements = make().as_strided((shape.numel,), (1,)) if receives else local.new_empty(0)
+        held = [numel * local.itemsize for _, numel in ranges]
+        # All ranks take part, also those with nothing to send: the first operation of a group on NCCL needs all of its
+        # ranks. As bytes, because NCCL does not support every dtype.
+        dist.all_to_all_single(
+            elements.view(torch.uint8),
+            local.contiguous().view(-1).view(torch.uint8),
+            held if receives else [0] * len(held),
+            [held[mesh.rank] if rank == receiver else 0 for rank in range(mesh.world_size)],
+            group=group,
+        )
+        return elements.as_strided(shape.shape, shape.stride) if receives else None
+
+    # ---------------------------------------------------------------- gradients
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
@@ -297,6 +414,40 @@ class FlatParamHandle:
         """True if the module holds another parameter object."""
         return self.parameters.get(self.name) is not self.flat
 
+    @property
+    def mesh(self) -> ShardMesh:
+        """The ranks that it is sharded and replicated over."""
+        return self.sharded_parameters[0].placement.mesh
+
+    @property
+    def _filled(self) -> int:
+        """Elements of this rank, without padding."""
+        numel = self.flat.numel()
+        return min(max(self.numel - self.mesh.rank * numel, 0), numel)
+
+    def as_dtensor(self, device: torch.device) -> DTensor:
+        """Return the live memory (a copy on another device) as a 1-D DTensor without padding, which other numbers of
+        ranks can load.
+        """
+        local = self.flat.detach().as_subclass(torch.Tensor).narrow(0, 0, self._filled).to(device)
+        placements = self.mesh.placements(Shard(0))
+        meta = TensorMeta(torch.Size((self.numel,)), (1,), local.dtype)
+        return dtensor(local, DTensorSpec(self.mesh.device_mesh, placements, tensor_meta=meta))
+
+    def slice_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice, padding included, of the elements of all ranks. A collective if ``value`` is a
+        DTensor that is sharded in another way.
+        """
+        here = isinstance(value, DTensor) and value.device_mesh == self.mesh.device_mesh
+        if isinstance(value, DTensor) and here and value.placements == self.mesh.placements(Shard(0)):
+            local = value._local_tensor
+        else:
+            start = min(self.mesh.rank * self.flat.numel(), self.numel)
+            local = full_tensor(value.detach()).narrow(0, start, self._filled)
+        padded = torch.zeros(self.flat.shape, dtype=local.dtype, device=local.device)
+        padded.narrow(0, 0, self._filled).copy_(local)
+        return padded
+
     def registered_shard(self, parameter: FlatShardedParameter) -> torch.Tensor:
         """Return the shard of one original parameter in the flat parameter that the module holds now.
 
@@ -324,6 +475,11 @@ class FlatParamHandle:
         local, flat = parameter.local, value_of(value)
         start = int(flat.storage_offset()) + parameter.shard.offset
         return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
+
+
+def is_flat(parameter: torch.Tensor | None) -> bool:
+    """Return True for a visible flat parameter, which stands for several parameters of the model."""
+    return isinstance(parameter, FlatParameter)
 
 
 def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:

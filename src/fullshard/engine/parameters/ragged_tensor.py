@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed._functional_collectives import broadcast, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.engine import hooks
+from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.layout import FlatShard, FlatSlot, Region, regions_of_range
 
 __all__ = [
@@ -398,25 +397,12 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
     """All elements on the ragged axis, from the ranks that hold some."""
     spec, local = tensor._spec, tensor._local_tensor
     axis, placement = ragged_placement(spec)
-    group, own, rank = spec.mesh.get_group(axis), placement.slot.parameter, _rank_on_axis(spec)
+    own = placement.slot.parameter
     device = local.device if local.is_meta else _device_of(spec.mesh)
     whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=device)
-    flat = whole.as_strided((own.numel,), (1,))
-    traced = torch.compiler.is_compiling()  # into a graph, which has no collectives that write to what they are given
-    works = []
-    for source in () if local.is_meta else range(spec.mesh.size(axis)):
-        start, numel, _ = placement.shard(source)
-        if not numel:
-            continue
-        part = flat.narrow(0, start, numel)
-        if source == rank:
-            part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
-        if spec.mesh.size(axis) > 1 and traced:
-            part.copy_(wait_tensor(broadcast(part, source, group)))  # type: ignore[no-untyped-call]
-        elif spec.mesh.size(axis) > 1:
-            works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
-    for work in works:
-        work.wait()
+    if not local.is_meta:
+        ranges = (placement.shard(rank)[:2] for rank in range(spec.mesh.size(axis)))
+        gather_ranges(whole, ranges, local, spec.mesh.get_group(axis))
     placements = tuple(Replicate() if i == axis else p for i, p in enumerate(spec.placements))
     assert spec.tensor_meta is not None
     meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)

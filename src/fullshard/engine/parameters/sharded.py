@@ -50,8 +50,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter, with_dtype
+from fullshard.engine.parameters.tensor_shards import (
+    ShardViews,
+    TensorShards,
+    full_tensor,
+    sharded_like,
+    shards_like,
+    views_of,
+)
 from fullshard.errors import FullshardError
-from fullshard.layout import ParameterShape
+from fullshard.layout import ParameterShape, PerParameterLayout
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
 from fullshard.layout.regions import chunk_of
 
@@ -257,6 +265,61 @@ class ShardedParameter:
     def optimized(self) -> nn.Parameter:
         """The parameter object that optimizers are given."""
         return self.sharded
+
+    # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if optimizers are given another parameter object, of which this one's shard is a part."""
+        return self.optimized is not self.sharded
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this parameter's part, a view, of a tensor that is sharded as ``optimized``, such as its gradient."""
+        return value_of(value)
+
+    def shards(self, value: torch.Tensor, name: str) -> TensorShards:
+        """Return that part as shards of the unsharded parameter; a DTensor's own placements count.
+
+        Args:
+            value: The tensor.
+            name: FQN of the parameter, for the error.
+
+        Raises:
+            FullshardError: If the tensor has another shape.
+        """
+        return shards_like(self.sharded, value, name)
+
+    def full_from(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+        """Gather the unsharded tensor that is sharded as ``optimized`` over all ranks. A collective.
+
+        Args:
+            value: This rank's part of it, in any dtype.
+            only_on: Global rank that needs it. None: all.
+
+        Returns:
+            A new tensor on the compute device; None on most ranks that do not need it.
+        """
+        return full_tensor(sharded_like(self.sharded, value)).clone()
+
+    def reshard(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is sharded as ``optimized`` as ``fully_shard`` would shard it. A collective if it is
+        sharded in another way.
+        """
+        return sharded_like(self.sharded, value)
+
+    def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:
+        """Return this rank's shard of an unsharded (local) tensor, copied to a device, as ``fully_shard`` keeps it."""
+        mesh = self.placement.mesh
+        layout = PerParameterLayout.build([self.shape], world_size=mesh.world_size, itemsize=1, direct_bytes=0)
+        shape, stride = layout.slots[0].local_shape(mesh.rank), layout.slots[0].local_stride(mesh.rank)
+        start, stop = layout.slots[0].local_rows(mesh.rank)
+        rows = whole if self.shape.replicated else whole.narrow(self.shape.cut, start, stop - start)
+        local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=device).copy_(rows)
+        return dtensor(local, self.placement.sharded_spec(whole.dtype))
+
+    def views(self) -> ShardViews:
+        """Return the shards of all ranks."""
+        return views_of(self.sharded)
 
     @property
     def local_gradient(self) -> torch.Tensor | None:

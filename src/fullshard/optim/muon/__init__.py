@@ -1,5 +1,5 @@
 """Muon, and a base class for other optimizers that update whole matrices.
 
 - ``muon.py``   the optimizer; ``matrix_optimizer.py``: its base class, with one owner rank per matrix
-- ``assignment.py``, ``sharded_matrix.py``, ``exchange.py``  owner ranks, shards, and messages
+- ``sharded_matrix.py``, ``exchange.py``  shards; owner ranks and messages
 """

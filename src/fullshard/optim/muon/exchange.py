@@ -1,4 +1,4 @@
-"""The two all-to-alls of a round: shards of matrices to the owner ranks, shards of the updates back.
+"""Owner ranks of matrices, and the two all-to-alls of a round: shards to the owners, shards of the updates back.
 
 [Note: Owners compute]
 Every rank sends its shard of each matrix to the matrix's owner rank, which computes the update and sends each rank its
@@ -13,17 +13,65 @@ update; the messages depend on the parameters alone.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fullshard.engine.parameters.tensor_shards import ShardView
 from fullshard.memory import Work
-from fullshard.optim.muon.sharded_matrix import MatrixShard, ShardedMatrix, ShardGroup
+from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup
 
-__all__ = ["MatrixTraffic", "Round"]
+__all__ = ["Assignment", "MatrixTraffic", "Round"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Owner ranks of matrices, and the rounds in which they are exchanged. Build with ``build``.
+
+    The matrix with the most work goes to the rank with the least work so far, then the next one (LPT): no rank has more
+    than the mean and one matrix, and at most 4/3 of the optimum. Every rank computes its largest matrices first, so
+    that those of one round take about the same time.
+
+    Args:
+        owner_ranks: One rank per matrix.
+        rounds: Indices of matrices; each rank's are in the order in which it computes them.
+    """
+
+    owner_ranks: tuple[int, ...]
+    rounds: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def build(cls, work: Sequence[float], nbytes: Sequence[int], ranks: int, round_bytes: int) -> Assignment:
+        """Assign matrices to ``ranks`` ranks.
+
+        Args:
+            work: Work of each matrix, in any unit.
+            nbytes: Bytes of each full matrix, in the dtype of communication.
+            ranks: Number of ranks.
+            round_bytes: Limit for the matrices of one owner rank in a round, unless a single one is larger.
+        """
+        owner_ranks = [0] * len(work)
+        round_of = [0] * len(work)
+        loads = [(0.0, rank) for rank in range(ranks)]
+        filled = [(0, 0)] * ranks  # each rank's last round, and the bytes in it
+        heaviest_first = sorted(range(len(work)), key=lambda index: (-work[index], index))
+        for index in heaviest_first:
+            load, rank = heapq.heappop(loads)
+            heapq.heappush(loads, (load + work[index], rank))
+            number, held = filled[rank]
+            if held and held + nbytes[index] > round_bytes:
+                number, held = number + 1, 0
+            filled[rank] = (number, held + nbytes[index])
+            owner_ranks[index], round_of[index] = rank, number
+        rounds: list[list[int]] = [[] for _ in range(max(round_of, default=-1) + 1)]
+        for index in heaviest_first:
+            rounds[round_of[index]].append(index)
+        return cls(tuple(owner_ranks), tuple(map(tuple, rounds)))
 
 
 class MatrixTraffic(NamedTuple):
@@ -60,7 +108,7 @@ class _MessageSlot(NamedTuple):
     """Location of one matrix's shard and flag in a tensor of messages, in elements."""
 
     start: int
-    shard: MatrixShard
+    shard: ShardView
     flag: int
 
     def on(self, messages: torch.Tensor) -> torch.Tensor:
@@ -184,7 +232,7 @@ class Round:
         return PendingExchange(work, message, received)
 
 
-def _lay_out(messages: Sequence[Sequence[MatrixShard]]) -> tuple[list[list[_MessageSlot]], list[int]]:
+def _lay_out(messages: Sequence[Sequence[ShardView]]) -> tuple[list[list[_MessageSlot]], list[int]]:
     """Lay out messages, one to or from each rank: the shards, then their flags. Return slots and sizes per message."""
     slots, sizes, start = [], [], 0
     for shards in messages:

@@ -22,14 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fullshard.engine.parameters.flat import FlatParameter
+from fullshard.engine.parameters.flat import is_flat
 from fullshard.engine.parameters.placement import dtensor_like
-from fullshard.engine.parameters.sharded import value_of
+from fullshard.engine.parameters.sharded import managed_by, value_of
+from fullshard.engine.parameters.tensor_shards import local_of, sharded_axes
 from fullshard.errors import FullshardError
-from fullshard.optim.local_shards import local_of
-from fullshard.optim.muon.assignment import Assignment
-from fullshard.optim.muon.exchange import MatrixTraffic, PendingExchange, Round
-from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup, is_sharded_twice, matrix_name, matrix_shape
+from fullshard.optim.muon.exchange import Assignment, MatrixTraffic, PendingExchange, Round
+from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup, matrix_shape
 from fullshard.profiling import profiled
 
 __all__ = ["MatrixOptimizer"]
@@ -169,18 +168,20 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _check(self, name: str, parameter: torch.Tensor) -> None:
-        api, shape = type(self).__name__, matrix_shape(parameter)
-        if isinstance(parameter, FlatParameter):
+        api, shape, managed = type(self).__name__, matrix_shape(parameter), managed_by(parameter)
+        if is_flat(parameter):
+            fqns = ", ".join(getattr(parameter, "fqns", [name]))
             raise ValueError(
-                f"{api}: expected matrices, found {name}; wrap the model with use_orig_params=True to optimize the "
-                "original parameters"
+                f"{api}: expected matrices, found the FlatParameter of {fqns}; wrap the model with "
+                "use_orig_params=True to optimize the original parameters"
             )
         if len(shape) != 2:
             raise ValueError(
                 f"{api}: expected 2-D parameters, found {name} of shape {shape}; give it to another optimizer, such "
                 "as AdamW (and with it, usually, embeddings and the output layer)"
             )
-        if is_sharded_twice(parameter):
+        own = None if managed is None or isinstance(parameter, DTensor) else managed.placement.own
+        if own is not None and sharded_axes(own.mesh, own.placements):
             raise ValueError(
                 f"{api}: {name} of shape {shape} is sharded by tensor parallelism and by the wrapper, which is not "
                 "supported; shard the model with fully_shard"
@@ -439,7 +440,8 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, torch.Tens
     names = group.get("param_names")
     for index, parameter in enumerate(group["params"]):
         default = names[index] if names else f"parameter {index} of group {number}"
-        yield matrix_name(parameter, default), parameter
+        managed = managed_by(parameter)
+        yield default if managed is None else managed.fqn, parameter
 
 
 def _placement_key(parameter: torch.Tensor) -> object:

@@ -24,8 +24,15 @@ from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.errors import FullshardError
 from fullshard.frontend.sharded_module import unit_at
-from fullshard.wrapper.state_dict.loading import EndLoad, load_into_full, load_into_slices
-from fullshard.wrapper.state_dict.saving import SaveFormat, owned_names, registered_for_saving, visible_slices
+from fullshard.wrapper.state_dict.registered import (
+    EndLoad,
+    SaveFormat,
+    load_into_full,
+    load_into_slices,
+    owned_names,
+    registered_for_saving,
+    visible_handles,
+)
 
 __all__ = ["WrapperState"]
 
@@ -234,8 +241,9 @@ class WrapperState(nn.Module):
             state = super().state_dict(*args, **kwargs)
         _rename(state, f"{prefix}{WRAPPED}.", prefix)
         if save_format.kind is StateDictType.LOCAL_STATE_DICT:
-            for each in visible_slices(unit):
-                state[prefix + each.home.name] = each.as_dtensor(offload=save_format.offload)
+            for handle in visible_handles(unit):
+                device = torch.device("cpu") if save_format.offload else handle.flat.device
+                state[prefix + handle.name] = handle.as_dtensor(device)
         if not save_format.saves:
             for name in self._saved_names():
                 state.pop(prefix + name, None)
@@ -277,7 +285,7 @@ class WrapperState(nn.Module):
         """Yield the keys that this wrapper, and no nested one, has in a state dict."""
         unit = unit_at(self)
         yield from (name for name, _ in owned_names(self, unit))
-        yield from (each.home.name for each in visible_slices(unit))
+        yield from (handle.name for handle in visible_handles(unit))
         managed = set(self._managed)
         for prefix, module in self.named_modules(remove_duplicate=False):
             if module in managed:

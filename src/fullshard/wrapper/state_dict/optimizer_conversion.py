@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -31,21 +33,14 @@ from fullshard.checkpoint.state.optimizer.state import (
 )
 from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
-from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictSettings, StateDictType
 from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.names import clean_name
+from fullshard.engine.parameters.tensor_shards import TensorShards, full_tensor, sharded_like
 from fullshard.ranks.agreement import gather, raised_on_all
-from fullshard.wrapper.state_dict.gather import (
-    ShardedTensor,
-    full_state,
-    full_tensor,
-    gather_groups,
-    gather_sharded_tensor,
-    sharded_state,
-)
+from fullshard.ranks.groups import data_parallel_groups
 
-__all__ = ["load_local", "save_local", "saved_state", "state_to_load"]
+__all__ = ["gather_sharded_tensor", "load_local", "save_local", "saved_state", "state_to_load"]
 
 
 # ---------------------------------------------------------------- saving
@@ -79,9 +74,9 @@ def saved_state(
 
     def leaf(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor | None:
         if is_full:
-            found = full_state(original, value, is_sharded, target)
+            found = _full_state(original, value, is_sharded, target)
         else:
-            found = sharded_state(original, value, is_sharded)
+            found = _sharded_state(original, value, is_sharded)
             found = found if isinstance(found, DTensor) else found.clone()
         if found is None or not receives:
             return None
@@ -175,7 +170,7 @@ def _check_same_state(model: nn.Module, members: Sequence[OptimizedParameter], s
     prints = state_by_fqn(members, state, as_shards)
     groups: dict[dist.ProcessGroup, dict[str, Any]] = {}
     for original in local_parameters(model):  # including those that only this rank does not optimize
-        for group in gather_groups(original):
+        for group in _gather_groups(original):
             groups.setdefault(group, {})[original.fqn] = prints.get(original.fqn, {})
     for group, own in groups.items():
         compare_fingerprints(fingerprint(own), group)
@@ -222,7 +217,7 @@ def state_to_load(
     leaves = [leaf for state in (tensors or {}).values() for leaf in state.values()]
     groups_of_collectives: list[dist.ProcessGroup | None] = [group] if rank0_only else []
     if any(isinstance(leaf, DTensor) for leaf in leaves):
-        groups_of_collectives += dict.fromkeys(each for original in found for each in gather_groups(original))
+        groups_of_collectives += dict.fromkeys(each for original in found for each in _gather_groups(original))
     groups_of_collectives += dict.fromkeys(leaf._process_group for leaf in leaves if isinstance(leaf, ShardedTensor))
     target = _plan_target(model, optimizer, specs, groups, groups_of_collectives)
     originals = {fqn: original for original in found for fqn in original.fqns}
@@ -289,7 +284,7 @@ def _receive_specs(
 
 
 def _is_gathered_by_all(leaf: Any) -> bool:
-    """True if its full tensor takes a collective."""
+    """Return True if a tensor can only be made whole by a collective."""
     if isinstance(leaf, DTensor):
         return leaf.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in leaf.placements)
     return isinstance(leaf, ShardedTensor)
@@ -380,3 +375,95 @@ def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, na
     if "param_groups" in given:
         result["param_groups"] = [{**group, "params": [key_of[fqn] for fqn in group["params"]]} for group in groups]
     return result
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _gather_groups(original: LocalParameter) -> Iterator[dist.ProcessGroup]:
+    """Yield the process groups of the ranks that hold shards of the parameter and gather its state together."""
+    if original.sharded is not None:
+        yield from data_parallel_groups(original.sharded.placement.mesh)
+        if original.sharded.placement.own is not None:
+            yield from _groups_of_mesh(original.sharded.placement.own.mesh)
+    elif isinstance(original.parameter, DTensor):
+        yield from _groups_of_mesh(original.parameter.device_mesh)
+
+
+def _groups_of_mesh(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+
+def _full_state(
+    original: LocalParameter, value: torch.Tensor, is_sharded: bool, only_on: int | None = None
+) -> torch.Tensor | None:
+    """Return a state as a full tensor. All ranks of ``_gather_groups`` call it.
+
+    Args:
+        original: The parameter.
+        value: A state of ``original.parameter``.
+        is_sharded: True if the state is sharded as the parameter.
+        only_on: Global rank that needs the result. None: all.
+
+    Returns:
+        A new tensor, on the device where the unit computes; None on most ranks that do not need it.
+    """
+    if is_sharded and original.sharded is not None:
+        return original.sharded.full_from(value, only_on)
+    return full_tensor(sharded_like(original.parameter, value) if is_sharded else value.detach()).clone()
+
+
+def _sharded_state(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor:
+    """Return a state as a DTensor with Shard(0). All ranks of ``_gather_groups`` call it.
+
+    Args:
+        original: The parameter.
+        value: A state of ``original.parameter``.
+        is_sharded: True if the state is sharded as the parameter.
+
+    Returns:
+        The state itself for DTensors. A plain tensor if the state is replicated, or no unit shards the parameter.
+    """
+    value = value.detach()
+    if not is_sharded or isinstance(value, DTensor):
+        return value
+    return sharded_like(original.parameter, value) if original.sharded is None else original.sharded.reshard(value)
+
+
+def gather_sharded_tensor(value: ShardedTensor) -> torch.Tensor:
+    """All-gather a ShardedTensor on every rank of its group: one collective.
+
+    These are torch's sharded tensors before DTensor. ``load_sharded_optimizer_state_dict`` of
+    ``torch.distributed.checkpoint.optimizer``, with which Lightning reads optimizers, still returns them.
+
+    Args:
+        value: A sharded tensor with any number of shards per rank.
+
+    Returns:
+        The full tensor, on the device that its group communicates on.
+    """
+    group, metadata = value._process_group, value.metadata()
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    regions: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(dist.get_world_size(group))]
+    for shard in metadata.shards_metadata:
+        owner = shard.placement.rank()  # type: ignore[union-attr]
+        assert owner is not None
+        regions[dist.get_group_rank(group, owner)].append((list(shard.shard_offsets), list(shard.shard_sizes)))
+    local_shards = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    most = max(sum(math.prod(sizes) for _, sizes in owned) for owned in regions)
+    local = torch.zeros(most, dtype=value.dtype, device=device)
+    if regions[dist.get_rank(group)]:
+        parts = [
+            local_shards[tuple(offsets)].detach().to(device).reshape(-1) for offsets, _ in regions[dist.get_rank(group)]
+        ]
+        torch.cat(parts, out=local[: sum(part.numel() for part in parts)])
+    received = [torch.empty_like(local) for _ in regions]
+    dist.all_gather(received, local, group=group)
+    full = torch.empty(metadata.size, dtype=value.dtype, device=device)
+    for owned, sent in zip(regions, received, strict=True):
+        at = 0
+        for offsets, sizes in owned:
+            region = full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+            region.copy_(sent[at : at + region.numel()].view(sizes))
+            at += region.numel()
+    return full

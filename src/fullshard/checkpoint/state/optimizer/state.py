@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
-from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.engine.parameters.sharded import value_of
+from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import FullshardError
 from fullshard.ranks.agreement import compare, list_differences
 
@@ -99,7 +99,8 @@ class OptimizedParameter:
     @property
     def flat(self) -> bool:
         """True if it is a visible flat parameter."""
-        return self.originals[0].flat_slice is not None
+        sharded = self.originals[0].sharded
+        return sharded is not None and sharded.is_hidden
 
     @property
     def local_shape(self) -> torch.Size:
