@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
 from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather, issue_all_gathers
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.reduction.plan import ReductionPlan
@@ -91,17 +92,11 @@ class SliceBucket(BufferBucket):
         end = max(slot.unsharded_offset + slot.parameter.numel for slot in slots)
         buffer = Buffer(end - begin, dtype, self.mesh.device)
         assert self.mesh.shard is not None
-        group, numel, works = self.mesh.shard.get_group(), self.layout.slice_numel, []
-        for rank in range(begin // numel, -(-end // numel)):
-            first, last = max(begin, rank * numel), min(end, (rank + 1) * numel)
-            if first == last:
-                continue
-            part = buffer.tensor(first - begin, (last - first,), (1,))
-            if rank == self.mesh.rank:
-                part.copy_(self.shard_buffer[first - rank * numel : last - rank * numel])
-            works.append(dist.broadcast(part, group=group, group_src=rank, async_op=True))
-        for work in works:
-            work.wait()
+        numel, rank = self.layout.slice_numel, self.mesh.rank
+        edges = [min(max(r * numel, begin), end) - begin for r in range(self.mesh.world_size + 1)]
+        ranges = [(first, last - first) for first, last in pairwise(edges)]
+        held = self.shard_buffer.narrow(0, min(max(begin - rank * numel, 0), numel), ranges[rank][1])
+        gather_ranges(buffer.tensor(0, (end - begin,), (1,)), ranges, held, self.mesh.shard.get_group())
         return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
 
     # ---------------------------------------------------------------- reshard to a subgroup

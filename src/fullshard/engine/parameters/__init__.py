@@ -1,6 +1,7 @@
 """Parameters: the sharded and the unsharded tensor of each, and the modules that hold it.
 
 - ``sharded.py``       ``ShardedParameter``: the state of one parameter
+- ``held.py``          what this rank holds of a parameter, and the whole from all parts
 - ``tensor_shards.py``  what ranks hold of a tensor; ``ranges.py``: the whole, gathered from ranges
 - ``slices.py``        the same for parameters that are cut together with others
 - ``flat.py``          flat parameters, ``FlatParameter`` and its handle

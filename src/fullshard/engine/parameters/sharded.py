@@ -49,19 +49,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine import hooks
+from fullshard.engine.parameters.held import HeldParts
 from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter, with_dtype
-from fullshard.engine.parameters.tensor_shards import (
-    ShardViews,
-    TensorShards,
-    full_tensor,
-    sharded_like,
-    shards_like,
-    views_of,
-)
 from fullshard.errors import FullshardError
-from fullshard.layout import ParameterShape, PerParameterLayout
+from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
-from fullshard.layout.regions import chunk_of
 
 __all__ = [
     "Owner",
@@ -110,7 +102,7 @@ class Owner(NamedTuple):
                 setattr(module, self.name, parameter)
 
 
-class ShardedParameter:
+class ShardedParameter(HeldParts):
     """State of one managed parameter, itself no ``nn.Parameter``, see [Note: Sharded and unsharded parameters]."""
 
     superseded: ClassVar[int] = 0  # objects in whose place others were made: optimizers may hold the old ones
@@ -159,14 +151,6 @@ class ShardedParameter:
         value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
         return cls(parameter, [owner], (fqn,), placement, shape)
-
-    def local_part(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, a view, of ``value``: of the unsharded parameter's shape, or that part already."""
-        dim, mesh = self.placement.shard_dim, self.placement.mesh
-        if dim is None:
-            return value
-        start, size = chunk_of(self.shape.shape[dim], mesh.world_size, mesh.rank)
-        return value if value.shape[dim] == size else value.narrow(dim, start, size)
 
     def is_in_place(self) -> bool:
         """True if the sharded parameter has its part of the shard buffer for its local tensor."""
@@ -272,54 +256,6 @@ class ShardedParameter:
     def is_hidden(self) -> bool:
         """True if optimizers are given another parameter object, of which this one's shard is a part."""
         return self.optimized is not self.sharded
-
-    def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's part, a view, of a tensor that is sharded as ``optimized``, such as its gradient."""
-        return value_of(value)
-
-    def shards(self, value: torch.Tensor, name: str) -> TensorShards:
-        """Return that part as shards of the unsharded parameter; a DTensor's own placements count.
-
-        Args:
-            value: The tensor.
-            name: FQN of the parameter, for the error.
-
-        Raises:
-            FullshardError: If the tensor has another shape.
-        """
-        return shards_like(self.sharded, value, name)
-
-    def full_from(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
-        """Gather the unsharded tensor that is sharded as ``optimized`` over all ranks. A collective.
-
-        Args:
-            value: This rank's part of it, in any dtype.
-            only_on: Global rank that needs it. None: all.
-
-        Returns:
-            A new tensor on the compute device; None on most ranks that do not need it.
-        """
-        return full_tensor(sharded_like(self.sharded, value)).clone()
-
-    def reshard(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is sharded as ``optimized`` as ``fully_shard`` would shard it. A collective if it is
-        sharded in another way.
-        """
-        return sharded_like(self.sharded, value)
-
-    def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:
-        """Return this rank's shard of an unsharded (local) tensor, copied to a device, as ``fully_shard`` keeps it."""
-        mesh = self.placement.mesh
-        layout = PerParameterLayout.build([self.shape], world_size=mesh.world_size, itemsize=1, direct_bytes=0)
-        shape, stride = layout.slots[0].local_shape(mesh.rank), layout.slots[0].local_stride(mesh.rank)
-        start, stop = layout.slots[0].local_rows(mesh.rank)
-        rows = whole if self.shape.replicated else whole.narrow(self.shape.cut, start, stop - start)
-        local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=device).copy_(rows)
-        return dtensor(local, self.placement.sharded_spec(whole.dtype))
-
-    def views(self) -> ShardViews:
-        """Return the shards of all ranks."""
-        return views_of(self.sharded)
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
