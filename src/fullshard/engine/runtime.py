@@ -44,14 +44,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.optimizer_overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
+from fullshard.engine.prefetch import Prefetcher
 from fullshard.engine.reduction.queue import ReductionQueue
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.states import GradientState, InnerBackward, OpenForward, Phase
@@ -84,7 +83,6 @@ class Runtime:
     _backward: hooks.BackwardPass | None  # that has begun and not ended
     _reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
     _last_in_backward: weakref.ref[Unit] | None  # which computes
-    _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _of_several_modules: list[weakref.ref[Unit]]
     _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
     _reductions: ReductionQueue
@@ -100,7 +98,7 @@ class Runtime:
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self.finalization = None
         self._backward, self._reached, self._unshard_after = None, False, None
-        self._last_in_backward = self._reducing = None
+        self._last_in_backward = None
 
     # ---------------------------------------------------------------- forward
 
@@ -415,7 +413,6 @@ class Runtime:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
         creates_graph, self._backward = self.creates_graph, None
         self.prefetcher.passed_by.clear()
-        self._reductions.launch(self.comm_streams)
         root = self.root()
         if not self.is_last_backward or (root is not None and root.settings.finalized_by_caller):
             self._reductions.accumulate_read_by_host()
@@ -458,7 +455,6 @@ class Runtime:
         try:
             for unit in left:
                 self._finish_backward_of(unit, ran=False)
-            self._reductions.launch(self.comm_streams)
         except BaseException:  # of a collective
             self.recover()
             raise
@@ -625,15 +621,10 @@ class Runtime:
             unit: Some of whose parameters may have unsharded gradients.
             all_reduce: Reduce over the replicate axis, too; None: as the user has set it.
         """
-        if self._reducing is not unit.mesh:  # which may be larger units' on other ranks
-            self._reductions.launch(self.comm_streams)
-            self._reducing = unit.mesh
-        if not unit.tiny:
+        if unit.parameters:
             self._reductions.make_room(self.comm_streams)
         all_reduce = unit.settings.requires_all_reduce if all_reduce is None else all_reduce
-        waiting = self._reductions.add(unit.name, unit.begin_reduction(all_reduce=all_reduce))
-        if not (unit.tiny and self._backward is not None and waiting < MAX_TINY_UNITS_TOGETHER):
-            self._reductions.launch(self.comm_streams)
+        self._reductions.launch(unit.name, unit.begin_reduction(all_reduce=all_reduce), self.comm_streams)
 
     def reduce_unreduced(self, unit: Unit) -> None:
         """Reduce what microbatches without sync have left, over all axes."""
@@ -661,7 +652,6 @@ class Runtime:
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
         self.finish_deferred_reductions()
-        self._reductions.launch(self.comm_streams)
         self._reductions.finish(self.comm_streams)
 
     # ---------------------------------------------------------------- state of the step

@@ -23,53 +23,42 @@ class ReductionQueue:
     """
 
     max_in_flight: int
-    _added: _Batch  # not issued yet
     _reduce_scatters: deque[_Batch]  # in their first stage
     _last: _Batch  # in their second stage, or through
     _read_by_host: list[GradReduction]  # whose results the host reads, for which it waits once, at the end
 
     def __init__(self) -> None:
         self.max_in_flight = 1
-        self._added, self._reduce_scatters, self._last, self._read_by_host = [], deque(), [], []
+        self._reduce_scatters, self._last, self._read_by_host = deque(), [], []
 
     @property
     def in_flight(self) -> bool:
-        """True if reductions were added that are not through."""
-        return bool(self._added or self._reduce_scatters or self._last or self._read_by_host)
-
-    def add(self, unit: str, reductions: list[GradReduction]) -> int:
-        """Have these go with the next launch. Returns how many will."""
-        self._added += [(unit, reduction) for reduction in reductions]
-        return len(self._added)
+        """True if reductions were issued that are not through."""
+        return bool(self._reduce_scatters or self._last or self._read_by_host)
 
     def make_room(self, comm_streams: CommStreams) -> None:
         """Take earlier ones so far that one more may be in flight."""
         while self._reduce_scatters and len(self._reduce_scatters) >= self.max_in_flight:
             self._advance(comm_streams)
 
-    def launch(self, comm_streams: CommStreams) -> None:
-        """Issue all that were added, together, once few enough others are in flight."""
-        while self._added:
-            batch: _Batch = []
-            later: _Batch = []
-            plans: set[int] = set()
-            for named in self._added:  # a plan has one message: it cannot be in use twice
-                (later if id(named[1].plan) in plans else batch).append(named)
-                plans.add(id(named[1].plan))
-            self.make_room(comm_streams)
+    def launch(self, unit: str, reductions: list[GradReduction], comm_streams: CommStreams) -> None:
+        """Issue the reductions of one unit together."""
+        if not reductions:
+            return
+        plans, batch = {id(reduction.plan) for reduction in reductions}, [(unit, each) for each in reductions]
+        scatters = any(reduction.transport.world_size > 1 for reduction in reductions)
+        operation = "reduce_scatter" if scatters else "pack_gradients"
+        try:
+            # A plan has one message: it cannot be in use twice.
             while any(id(reduction.plan) in plans for issued in self._reduce_scatters for _, reduction in issued):
                 self._advance(comm_streams)
-            self._added = later
-            scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
-            operation = "reduce_scatter" if scatters else "pack_gradients"
-            try:
-                with profiled(operation, _units(batch)):
-                    issue_reduce_scatters(batch, comm_streams.reduce_scatter)
-            except BaseException:  # also outside of a backward, which would recover
-                _abandon(batch)
-                self.abandon()
-                raise
-            self._reduce_scatters.append(batch)
+            with profiled(operation, (unit,)):
+                issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+        except BaseException:  # also outside of a backward, which would recover
+            _abandon(batch)
+            self.abandon()
+            raise
+        self._reduce_scatters.append(batch)
 
     def finish(self, comm_streams: CommStreams) -> None:
         """Take all that were issued through to the end."""
@@ -95,8 +84,8 @@ class ReductionQueue:
 
     def abandon(self) -> None:
         """Drop them all, after a failure; in the order in which they were issued, as on other ranks."""
-        in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch), *self._added]
-        self._added, self._last = [], []
+        in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch)]
+        self._last = []
         self._reduce_scatters.clear()
         self._read_by_host.clear()
         _abandon(in_flight)
