@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.base import Kind, Transport
+from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAllGather
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.message import lay_out
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.layout import PerParameterLayout, Route, Slot
+from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, own_storage
 
 __all__ = ["PerParameterBucket"]
@@ -89,11 +89,6 @@ class PerParameterBucket(BufferBucket):
     def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of unsharded ``values``."""
         return [_local_rows(v, slot, self.mesh.rank) for v, slot in zip(values, self.layout.slots, strict=True)]
-
-    def never_quantized(self, index: int, kind: Kind) -> str:
-        """Replicated parameters are not quantized, nor gradients of frozen ones."""
-        reason = super().never_quantized(index, kind)
-        return reason or ("replicated" if self.layout.slots[index].route is Route.REPLICATED else "")
 
     def _make_all_gather(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport

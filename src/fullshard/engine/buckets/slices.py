@@ -87,10 +87,6 @@ class SliceBucket(BufferBucket):
         """This rank's parts of unsharded ``values``, as they lie in its slice."""
         return [p.local_part(value) for p, value in zip(self.slice_parameters, values, strict=True)]
 
-    def quantized_together(self, index: int) -> tuple[int, str]:
-        """Elements of the whole bucket, which is sent as one."""
-        return self.layout.unsharded_numel, "its whole unit: "
-
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
