@@ -26,6 +26,7 @@ from .checkpoint.state.types import (
     StateDictType,
 )
 from .comm import AllGather, Comm, ReduceScatter
+from .comm.quantized.report import QuantizationReport
 from .composable.fsdp_module import (
     FSDPModule,
     GradientReductionHandle,
@@ -39,7 +40,6 @@ from .composable.fully_shard import fully_shard, replicate
 from .composable.shard import shard
 from .debug.tracing.recorder import trace
 from .engine.parameters.flat import FlatParameter
-from .engine.quantized_report import QuantizationReport
 from .errors import (
     CheckpointError,
     FullshardError,

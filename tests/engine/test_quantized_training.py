@@ -277,11 +277,10 @@ def test_subclasses_are_not_quantized(rank: Rank) -> None:
     model.set_comm_quantization(CommQuantization(all_gather="int8", reduce="int8", block=BLOCK, min_bytes=0))
     seen: list[torch.Tensor] = []
     model.plain.register_forward_pre_hook(lambda *_: seen.append(model.packed.unpacked().clone()))
-    model(batch(rank.rank, 0, 3, 8)).sum().backward()
+    with record() as sent:
+        model(batch(rank.rank, 0, 3, 8)).sum().backward()
     assert_equal(seen[0], expected, "packed")
-    by_name = {parameter.fqn: parameter for parameter in model.comm_quantization_report().parameters}
-    assert by_name["packed"].all_gather == "(a tensor subclass with its own all-gather hooks)"
-    assert by_name["plain.weight"].all_gather == by_name["plain.weight"].reduce_scatter == "int8"
+    assert {c.kind for c in sent if c.dtype is torch.int8} == {"all_gather", "reduce_scatter"}  # of the plain one
 
 
 # Setting it
@@ -320,7 +319,7 @@ def test_switched_on_and_off(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_report(rank: Rank) -> None:
-    """Bytes are those that were recorded; full ones those of the same step in full precision; and it says why not."""
+    """Bytes are those that were recorded, and full ones those of the same step in full precision."""
     model = shard_blocks(build(), rank)
     with record() as plain:
         LOSS(model, rank.rank).backward()
@@ -334,13 +333,8 @@ def test_report(rank: Rank) -> None:
         assert traffic.full_bytes == sum(c.nbytes for c in plain if c.kind == traffic.kind)
         assert traffic.collectives == sum(c.kind == traffic.kind for c in seen)
     assert report.ratio == report.nbytes / report.full_bytes < 0.6
-    large = {name for name, parameter in model.named_parameters() if is_large(parameter)}
-    assert {p.fqn for p in report.parameters if p.quantized} == large
-    by_name = {parameter.fqn: parameter for parameter in report.parameters}
-    assert by_name["blocks.0.up.weight"].all_reduce == "(no other ranks on the replicate axis)"
-    assert by_name["blocks.0.up.bias"].all_gather == "(72 bytes, below 100)"
-    text = str(report)
-    assert "shard      all_gather" in text and f"{len(large)} of {len(by_name)} parameters are quantized" in text
+    assert all(0 < traffic.quantized_bytes <= traffic.full_bytes for traffic in report.traffic)
+    assert "shard      all_gather" in str(report)
 
     # q / 8 + s / k bytes per value: for large even parameters nothing else travels.
     even = fully_shard(nn.Linear(128, 256, bias=False), mesh=rank.mesh)
@@ -395,5 +389,4 @@ def test_one_rank(rank: Rank) -> None:
             optimizer.step()
     assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
     report = model.comm_quantization_report()
-    assert not report.active and report.ratio == 1.0
-    assert report.parameters[0].all_gather == "(no other ranks on the shard axis)"
+    assert not report.active and report.ratio == 1.0 and not report.traffic

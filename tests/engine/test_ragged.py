@@ -651,7 +651,8 @@ def test_quantized_communication(rank: Rank) -> None:
         model.set_comm_quantization(shard=quantization)
         square_loss(0, 16, 64)(model, rank.rank).backward()
         gradients.append(full_gradients(model))
-    assert "4 of 4 parameters are quantized" in str(model.comm_quantization_report())
+    traffic = model.comm_quantization_report().traffic
+    assert len(traffic) == 2 and all(each.quantized_bytes > 0.9 * each.full_bytes for each in traffic)
     for name, exact in gradients[0].items():
         found = gradients[1][name]
         assert exact is not None and found is not None and not torch.equal(found, exact), name

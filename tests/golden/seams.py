@@ -174,19 +174,19 @@ def _late_free(patch: Patch) -> None:
 
 
 def _late_reduction(patch: Patch) -> None:
-    """Fault: the gradients of blocks.2 are reduced together with those of the unit after it."""
-    add = ReductionQueue.add
+    """Fault: the gradients of blocks.2 are reduced just before those of the unit after it."""
+    launch = ReductionQueue.launch
     late: list[Any] = []
 
-    def hold_back(self: ReductionQueue, unit: str, reductions: Any) -> int:
+    def hold_back(self: ReductionQueue, unit: str, reductions: Any, comm_streams: Any) -> None:
         if unit == "blocks.2":
             late.append((unit, reductions))
-            return 0
+            return
         while late:
-            add(self, *late.pop())
-        return add(self, unit, reductions)
+            launch(self, *late.pop(), comm_streams)
+        launch(self, unit, reductions, comm_streams)
 
-    patch.setattr(ReductionQueue, "add", hold_back)
+    patch.setattr(ReductionQueue, "launch", hold_back)
 
 
 FAULTS = {

@@ -233,7 +233,7 @@ class Transport:
 
     # Smallest shard in bytes that is worth an operand of its own, see ``smallest_direct``.
     direct_bytes: int
-    # Units that are no larger than this when unsharded share a launch with the next unit.
+    # Units that are no larger than this when unsharded are all-gathered in a launch with the next unit.
     tiny_bytes: int = 64 * 1024
     # A user's function reduces: it scales by itself, and is given nothing but gradients.
     hooked: bool = False

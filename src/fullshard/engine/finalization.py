@@ -29,7 +29,6 @@ def begin_finalization(runtime: Runtime) -> object:
     try:
         for unit in left:
             runtime.finish_backward_of(unit, ran=False)
-        runtime.reductions.launch(runtime.comm_streams)
     except BaseException:  # of a collective
         runtime.recover()
         raise

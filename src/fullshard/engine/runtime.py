@@ -44,13 +44,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
+from fullshard.engine.prefetch import Prefetcher
 from fullshard.engine.reduction.queue import ReductionQueue
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.states import GradientState, InnerBackward, OpenForward, Phase
@@ -92,7 +91,6 @@ class Runtime:
     backward: hooks.BackwardPass | None  # that has begun and not ended
     reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
     _last_in_backward: weakref.ref[Unit] | None  # which computes
-    _reducing: ShardMesh | None  # of the units whose reductions go with the next launch
     _of_several_modules: list[weakref.ref[Unit]]
     _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
     reductions: ReductionQueue
@@ -108,7 +106,7 @@ class Runtime:
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self.finalization = None
         self.backward, self.reached, self._unshard_after = None, False, None
-        self._last_in_backward = self._reducing = None
+        self._last_in_backward = None
 
     # ---------------------------------------------------------------- forward
 
@@ -395,7 +393,6 @@ class Runtime:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
         creates_graph, self.backward = self.creates_graph, None
         self.prefetcher.passed_by.clear()
-        self.reductions.launch(self.comm_streams)
         root = self.root()
         if not self.is_last_backward or (root is not None and root.settings.finalized_by_caller):
             self.reductions.accumulate_read_by_host()
@@ -512,17 +509,11 @@ class Runtime:
             unit: Some of whose parameters may have unsharded gradients.
             all_reduce: Reduce over the replicate axis, too; None: as the user has set it.
         """
-        if self._reducing is not unit.mesh:  # which may be larger units' on other ranks
-            self.reductions.launch(self.comm_streams)
-            self._reducing = unit.mesh
-        if not unit.tiny:
+        if unit.parameters:
             self.reductions.make_room(self.comm_streams)
         all_reduce = unit.settings.requires_all_reduce if all_reduce is None else all_reduce
-        waiting = self.reductions.add(
-            unit.name, unit.gradients.begin_reduction(unit.settings.reduction, all_reduce=all_reduce)
-        )
-        if not (unit.tiny and self.backward is not None and waiting < MAX_TINY_UNITS_TOGETHER):
-            self.reductions.launch(self.comm_streams)
+        reductions = unit.gradients.begin_reduction(unit.settings.reduction, all_reduce=all_reduce)
+        self.reductions.launch(unit.name, reductions, self.comm_streams)
 
     def reduce_unreduced(self, unit: Unit) -> None:
         """Reduce what microbatches without sync have left, over all axes."""
@@ -533,7 +524,6 @@ class Runtime:
 
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
-        self.reductions.launch(self.comm_streams)
         self.reductions.finish(self.comm_streams)
 
     # ---------------------------------------------------------------- state of the step

@@ -14,9 +14,9 @@ from torch import nn
 from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
+from fullshard.comm.quantized.report import QuantizationReport
 from fullshard.engine.optimizer_steps import watch_optimizers
 from fullshard.engine.ownership import Subtree, claim_parameters, nested_units, set_unit, unit_of
-from fullshard.engine.quantized_report import QuantizationReport
 from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
@@ -269,14 +269,15 @@ class ShardedModule(nn.Module):
             unit.change_transports()
 
     def comm_quantization_report(self) -> QuantizationReport:
-        """Return the bytes received since ``set_comm_quantization``, and which parameters are quantized, or why not.
+        """Return the bytes received since ``set_comm_quantization``, beside those of full precision.
 
         It covers this module and all nested units, on this rank. No communication.
 
         Returns:
             The report; ``print`` it for a table.
         """
-        return QuantizationReport.of(nested_units(self))
+        chosen = (unit.settings.collectives.quantization for unit in nested_units(self))
+        return QuantizationReport.of(each for each in chosen if each is not None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.base import Kind, Transport
+from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.storage import Storage
@@ -163,14 +163,6 @@ class Bucket:
     def needs_rebuild(self) -> bool:
         """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
         return any(has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters)
-
-    def never_quantized(self, index: int, kind: Kind) -> str:
-        """Why quantized communication leaves a parameter alone, whatever its size and dtype; empty if it does not."""
-        return "" if kind == "all_gather" or self.parameters[index].requires_grad else "frozen"
-
-    def quantized_together(self, index: int) -> tuple[int, str]:
-        """Elements whose size decides if a parameter is quantized, and whose they are if not all its own."""
-        return self.parameters[index].shape.numel, ""
 
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from fullshard.comm import CommRequest, Operand, Transport
-from fullshard.comm.base import Kind
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.base import POST_ALL_GATHER, PRE_ALL_GATHER, RELEASES_OUTPUTS, Bucket, UnshardedCopies
@@ -137,12 +136,6 @@ class ExtensionBucket(Bucket):
     def needs_rebuild(self) -> bool:
         """False: it has all-gather hooks already."""
         return False
-
-    def never_quantized(self, index: int, kind: Kind) -> str:
-        """Nobody but the subclass knows what its bytes mean; gradients are ordinary ones."""
-        if kind == "all_gather":
-            return "a tensor subclass with its own all-gather hooks"
-        return super().never_quantized(index, kind)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         return list(self.all_gathers)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.base import Kind, Transport
+from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAllGather
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.message import lay_out
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.layout import PerParameterLayout, Route, Slot
+from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, own_storage
 
 __all__ = ["PerParameterBucket"]
@@ -73,11 +73,6 @@ class PerParameterBucket(BufferBucket):
         copies = self._copies(layout, shard, dtype)
         all_gather(copies.all_gather)
         return copies.values
-
-    def never_quantized(self, index: int, kind: Kind) -> str:
-        """Replicated parameters are not quantized, nor gradients of frozen ones."""
-        reason = super().never_quantized(index, kind)
-        return reason or ("replicated" if self.layout.slots[index].route is Route.REPLICATED else "")
 
     def _make_all_gather(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport

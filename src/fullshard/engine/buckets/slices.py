@@ -74,10 +74,6 @@ class SliceBucket(BufferBucket):
             parameter.forget_layout(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
 
-    def quantized_together(self, index: int) -> tuple[int, str]:
-        """Elements of the whole bucket, which is sent as one."""
-        return self.layout.unsharded_numel, "its whole unit: "
-
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:

@@ -23,40 +23,33 @@ class ReductionQueue:
     """
 
     max_in_flight: int
-    _added: _Batch  # not issued yet
     _reduce_scatters: deque[_Batch]  # in their first stage
     _last: _Batch  # in their second stage, or through
     _read_by_host: list[GradReduction]  # whose results the host reads, for which it waits once, at the end
 
     def __init__(self) -> None:
         self.max_in_flight = 1
-        self._added, self._reduce_scatters, self._last, self._read_by_host = [], deque(), [], []
+        self._reduce_scatters, self._last, self._read_by_host = deque(), [], []
 
     @property
     def in_flight(self) -> bool:
-        """True if reductions were added that are not through."""
-        return bool(self._added or self._reduce_scatters or self._last or self._read_by_host)
-
-    def add(self, unit: str, reductions: list[GradReduction]) -> int:
-        """Have these go with the next launch. Returns how many will."""
-        self._added += [(unit, reduction) for reduction in reductions]
-        return len(self._added)
+        """True if reductions were issued that are not through."""
+        return bool(self._reduce_scatters or self._last or self._read_by_host)
 
     def make_room(self, comm_streams: CommStreams) -> None:
         """Take earlier ones so far that one more may be in flight."""
         while self._reduce_scatters and len(self._reduce_scatters) >= self.max_in_flight:
             self._advance(comm_streams)
 
-    def launch(self, comm_streams: CommStreams) -> None:
-        """Issue all that were added, together, once few enough others are in flight."""
-        if not self._added:
+    def launch(self, unit: str, reductions: list[GradReduction], comm_streams: CommStreams) -> None:
+        """Issue the reductions of one unit together."""
+        if not reductions:
             return
-        self.make_room(comm_streams)
-        batch, self._added = self._added, []
-        scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
+        batch = [(unit, each) for each in reductions]
+        scatters = any(reduction.transport.world_size > 1 for reduction in reductions)
         operation = "reduce_scatter" if scatters else "pack_gradients"
         try:
-            with profiled(operation, _units(batch)):
+            with profiled(operation, (unit,)):
                 issue_reduce_scatters(batch, comm_streams.reduce_scatter)
         except BaseException:  # also outside of a backward, which would recover
             _abandon(batch)
@@ -81,8 +74,8 @@ class ReductionQueue:
 
     def abandon(self) -> None:
         """Drop them all, after a failure; in the order in which they were issued, as on other ranks."""
-        in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch), *self._added]
-        self._added, self._last = [], []
+        in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch)]
+        self._last = []
         self._reduce_scatters.clear()
         self._read_by_host.clear()
         _abandon(in_flight)
