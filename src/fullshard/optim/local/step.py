@@ -12,8 +12,8 @@ raises, each local tensor that was there gives way to its DTensor, and each new 
 The local tensor of a 0-D parameter is 1-D: its state would look like numbers, such as ``step``, which are plain tensors
 in the user's view too.
 
-Parameters that cannot be stepped like that (plain ones, tensor subclasses, those whose gradient or state is sharded
-otherwise) are stepped as they are.
+Plain parameters and other tensor subclasses are stepped as they are. So are the DTensors of a group if the gradient or
+the state of one of them is sharded otherwise than its parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import compress
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,6 +52,24 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
         step = step.__wrapped__
     found: Callable[..., Any] = step
     return found
+
+
+class StateColumn(NamedTuple):
+    """The values of one name in the state of some parameters.
+
+    Args:
+        entries: The state of each parameter.
+        name: The name.
+        values: The user's values, with DTensors.
+        shown: The values that the optimizer sees, with local tensors.
+        size: How many names there are.
+    """
+
+    entries: list[Any]
+    name: Any
+    values: list[Any]
+    shown: list[Any]
+    size: int
 
 
 class DividedStep(Protocol):
@@ -112,14 +130,13 @@ class _LocalView:
     state: State
     _groups: list[tuple[int, Tensors]]  # tensors that are stepped, by the number of their group
     _stepped: list[tuple[Tensors, Tensors, list[Any]]]  # parameters, what is stepped for them, entries of the state
-    _columns: list[tuple[list[Any], Any, list[Any], list[Any]]]  # entries, a name, the values, those that are shown
-    _sizes: list[tuple[list[Any], int]]  # entries, and how many values they had each
+    _columns: list[StateColumn]
     _is_new: bool  # there may be state that was not there before
 
     def __init__(self, optimizer: Optimizer, *, with_requires_grad: bool) -> None:
         self._optimizer, self._with_requires_grad, self._is_new = optimizer, with_requires_grad, with_requires_grad
         self._options = [dict(group) for group in optimizer.param_groups]
-        self.state, self._groups, self._stepped, self._columns, self._sizes = defaultdict(dict), [], [], [], []
+        self.state, self._groups, self._stepped, self._columns = defaultdict(dict), [], [], []
 
     def parameters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the parameter of each local tensor."""
@@ -127,62 +144,59 @@ class _LocalView:
 
     def open(self) -> None:
         """Find the local tensors of all parameters with gradients, and give them their gradients and state."""
-        others: list[tuple[int, Tensors]] = []
         state: Any = self._optimizer.state
+        others: list[tuple[int, Tensors]] = []
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, group in enumerate(self._optimizer.param_groups):
                 gradients = list(map(_GRADIENT, group["params"]))
                 given = [gradient is not None for gradient in gradients]
-                parameters, gradients = list(compress(group["params"], given)), list(compress(gradients, given))
+                listed, gradients = list(compress(group["params"], given)), list(compress(gradients, given))
+                are_sharded = [type(parameter) in SHARDED_TYPES for parameter in listed]
+                parameters, gradients = list(compress(listed, are_sharded)), list(compress(gradients, are_sharded))
                 entries = list(map(state.get, parameters))
-                if not _are_alike(gradients, parameters) or not _are_entries_alike(entries, parameters):
-                    alike = list(map(_is_local, parameters, gradients, entries))
-                    rest = [not is_local for is_local in alike]
-                    as_they_are = list(compress(parameters, rest))
-                    self._add(as_they_are, as_they_are, list(compress(entries, rest)))
-                    others.append((number, as_they_are))
-                    parameters, gradients = list(compress(parameters, alike)), list(compress(gradients, alike))
-                    entries = list(compress(entries, alike))
-                self._groups.append((number, self._show_local(parameters, gradients, entries)))
-        for number, tensors in others:
-            self._groups[number][1].extend(tensor for tensor in tensors if not isinstance(tensor, DTensor))
-            # Foreach kernels take no list of both.
-            self._groups.append((number, [tensor for tensor in tensors if isinstance(tensor, DTensor)]))
+                are_plain = {torch.Tensor}.issuperset(map(type, map(_LOCAL, parameters)))
+                are_local = are_plain and _are_alike(gradients, parameters)
+                columns = _columns(parameters, entries) if are_local else None
+                if columns is None:
+                    parameters, gradients, entries, columns = [], [], [], []
+                local = self._show_local(parameters, gradients, entries, columns)
+                rest = [p for p in listed if type(p) not in SHARDED_TYPES] if parameters else listed
+                self._add(rest, rest, list(map(state.get, rest)))
+                self._groups.append((number, local + [p for p in rest if not isinstance(p, DTensor)]))
+                # Foreach kernels take no list of DTensors and plain tensors.
+                others.append((number, [p for p in rest if isinstance(p, DTensor)]))
+        self._groups += [(number, tensors) for number, tensors in others if tensors]
         self.state.update(_shared_entries(state))
 
     def _add(self, parameters: Tensors, tensors: Tensors, entries: list[Any]) -> None:
         """Have tensors stepped, with the state of the parameters."""
         self._stepped.append((parameters, tensors, entries))
+        self._is_new = self._is_new or not all(entries)
         given = [each is not None for each in entries]
-        self._is_new = self._is_new or not all(given)
         self.state.update(zip(compress(tensors, given), compress(entries, given), strict=True))
 
-    def _show_local(self, parameters: Tensors, gradients: Tensors, entries: list[Any]) -> Tensors:
+    def _show_local(
+        self, parameters: Tensors, gradients: Tensors, entries: list[Any], columns: list[StateColumn]
+    ) -> Tensors:
         """Have the local tensors of parameters stepped, with their gradients and state, and return them."""
         tensors, own = list(map(_LOCAL, parameters)), list(map(_LOCAL, gradients))
-        are_usual = all(map(torch.Tensor.dim, tensors)) and not self._with_requires_grad
-        are_usual = are_usual and set(map(_DTYPE, own)) == set(map(_DTYPE, tensors))
-        if not are_usual:
+        are_usual = all(map(torch.Tensor.dim, tensors)) and set(map(_DTYPE, own)) == set(map(_DTYPE, tensors))
+        if self._with_requires_grad or not are_usual:
             aliases = {id(p): self._alias(p, gradient) for p, gradient in zip(parameters, own, strict=True)}
-            tensors = [aliases[id(parameter)] for parameter in parameters]
-            own = list(map(_with_dims, own))
+            tensors, own = [aliases[id(parameter)] for parameter in parameters], list(map(_with_dims, own))
+            columns = [
+                each if each.shown is each.values else each._replace(shown=list(map(_with_dims, each.shown)))
+                for each in columns
+            ]
         self._add(parameters, tensors, entries)
         for local, gradient in zip(tensors, own, strict=True):
             local.grad = gradient
-        known = [each for each in entries if each is not None]
-        kinds = set(map(tuple, known))
-        for names in kinds:
-            some = known if len(kinds) == 1 else [each for each in known if tuple(each) == names]
-            self._sizes.append((some, len(names)))
-            for name in names:
-                column = list(map(itemgetter(name), some))
-                shown = [entry._local_tensor if type(entry) in SHARDED_TYPES else entry for entry in column]
-                if not are_usual:
-                    shown = [new if new is old else _with_dims(new) for old, new in zip(column, shown, strict=True)]
-                self._columns.append((some, name, column, shown))
-                for each, entry in zip(some, shown, strict=True):
-                    each[name] = entry
-        return list(tensors)
+        self._columns += columns
+        for column in columns:
+            if column.shown is not column.values:
+                for each, entry in zip(column.entries, column.shown, strict=True):
+                    each[column.name] = entry
+        return tensors
 
     def _alias(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
         """Return a local tensor that is an object of its own, of which more than its gradient is set."""
@@ -217,13 +231,17 @@ class _LocalView:
 
     def close(self) -> None:
         """Show DTensors in the state again, and take the gradients from the local tensors."""
-        is_new = self._is_new or any(set(map(len, entries)) != {size} for entries, size in self._sizes)
-        for entries, name, column, shown in self._columns:
-            for each, users, local in zip(entries, column, shown, strict=True):
-                if each.get(name) is local:
-                    each[name] = users
-                else:
-                    is_new = True
+        is_new = self._is_new
+        for column in self._columns:
+            is_new = is_new or set(map(len, column.entries)) != {column.size}
+            left = [each.get(column.name) for each in column.entries]
+            is_known = list(map(is_, left, column.shown))
+            is_new = is_new or not all(is_known)
+            if column.shown is not column.values:
+                for each, users in zip(
+                    compress(column.entries, is_known), compress(column.values, is_known), strict=True
+                ):
+                    each[column.name] = users
         with torch.inference_mode(False), torch.no_grad():
             for parameters, tensors, entries in self._stepped:
                 if tensors is not parameters:
@@ -259,46 +277,34 @@ def _shared_entries(state: Any) -> State:
     return {key: entries for key, entries in state.items() if type(key) in others} if others else {}
 
 
-def _are_alike(tensors: list[Any], parameters: Tensors) -> bool:
-    """Return True if gradients, or entries of the state, are certain to be sharded as the parameters are."""
-    if not SHARDED_TYPES.issuperset(map(type, tensors)) or not SHARDED_TYPES.issuperset(map(type, parameters)):
+def _are_alike(tensors: Tensors, parameters: Tensors) -> bool:
+    """Return True if gradients, or entries of the state, have the elements of this rank's shards of parameters."""
+    if not all(map(is_, map(type, tensors), map(type, parameters))):
         return False
-    are_plain = {torch.Tensor}.issuperset(map(type, map(_LOCAL, (*tensors, *parameters))))
-    return are_plain and all(map(is_, map(_SPEC, tensors), map(_SPEC, parameters)))
-
-
-def _are_entries_alike(entries: list[Any], parameters: Tensors) -> bool:
-    """Return True if all parameters are certain to have state of the same names, sharded as they are."""
-    kinds = {None if each is None else tuple(each) for each in entries}
-    if len(kinds) > 1:
+    if not {torch.Tensor}.issuperset(map(type, map(_LOCAL, tensors))):
         return False
-    for name in (kinds.pop() if kinds else None) or ():
-        column = list(map(itemgetter(name), entries))
-        are_numbers = set(map(type, column)) == {torch.Tensor} and not any(map(torch.Tensor.dim, column))
-        if not are_numbers and not _are_alike(column, parameters):
-            return False
-    return True
-
-
-def _is_local(parameter: Any, gradient: Any, entries: Any) -> bool:
-    """Return True if the local tensor of a parameter can be stepped, with that of its gradient and of its state."""
-    kind = type(parameter)
-    if kind not in SHARDED_TYPES or type(parameter._local_tensor) is not torch.Tensor:
-        return False
-    if type(gradient) is not kind or not _is_alike(gradient, parameter):
-        return False
-    for entry in (entries or {}).values():
-        if type(entry) is kind:
-            if not _is_alike(entry, parameter):
-                return False
-        elif isinstance(entry, torch.Tensor) and (isinstance(entry, DTensor) or entry.dim()):
-            return False  # maybe of the unsharded parameter: a fused kernel would take the beginning of it
-    return True
+    return all(map(is_, map(_SPEC, tensors), map(_SPEC, parameters))) or all(map(_is_alike, tensors, parameters))
 
 
 def _is_alike(tensor: Any, parameter: Any) -> bool:
-    """Return True if a gradient, or an entry of the state, has the elements of this rank's shard of a parameter."""
-    own, found, local = parameter._spec, tensor._spec, tensor._local_tensor
-    if type(local) is not torch.Tensor or local.shape != parameter._local_tensor.shape:
+    own, found = parameter._spec, tensor._spec
+    if found.placements != own.placements or found.shape != own.shape or found.mesh != own.mesh:
         return False
-    return found is own or (found.placements == own.placements and found.shape == own.shape and found.mesh == own.mesh)
+    return bool(tensor._local_tensor.shape == parameter._local_tensor.shape)
+
+
+def _columns(parameters: Tensors, entries: list[Any]) -> list[StateColumn] | None:
+    """Return the state of parameters by name; None if some of it has not the elements of this rank's shards."""
+    found: list[StateColumn] = []
+    for names in {tuple(each) for each in entries if each is not None}:
+        chosen = [each is not None and tuple(each) == names for each in entries]
+        owners, some = list(compress(parameters, chosen)), list(compress(entries, chosen))
+        for name in names:
+            values = list(map(itemgetter(name), some))
+            if _are_alike(values, owners):
+                found.append(StateColumn(some, name, values, list(map(_LOCAL, values)), len(names)))
+            elif any(isinstance(each, DTensor) or each.dim() for each in values if isinstance(each, torch.Tensor)):
+                return None  # maybe of unsharded parameters, whose beginning a fused kernel would take
+            else:
+                found.append(StateColumn(some, name, values, values, len(names)))
+    return found
