@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.engine.parameters.placement import dtensor
+from fullshard.engine.parameters.sharded import managed_by, value_of
+from fullshard.engine.unit import unit_owning
 from fullshard.memory import CommStream, PendingWork, host_buffer, make_comm_stream
-from fullshard.optim.local.local_tensors import LocalTensor, local_of, owning_unit
 from fullshard.optim.local.localize import local_step_of, localize
+from fullshard.optim.local.step import State
 
 __all__ = ["StateOffload", "offload"]
 
 _O = TypeVar("_O", bound=Optimizer)
-_State = dict[Any, dict[Any, Any]]  # entries by tensor and name
 
 # Bytes of parameters whose state is copied at a time, at least: what a bus takes milliseconds for.
 PART_BYTES = 32 * 2**20
@@ -110,7 +111,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 class _Part:
     """Some local tensors that are stepped together, and their state while it is on the device."""
 
-    tensors: list[LocalTensor]
+    tensors: list[torch.Tensor]
     homes: dict[tuple[int, Any], torch.Tensor]  # state in host memory, by the identity of the entries and the name
     work: PendingWork | None  # that copies it to the device, and later back
     leaving: list[torch.Tensor]  # what is being copied back
@@ -121,7 +122,7 @@ class _Part:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(tensor.local.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def finish(self) -> None:
         """Have the current stream wait for the copies that were begun last, and free what they no longer need."""
@@ -154,7 +155,9 @@ class StateOffload:
         units: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter.device.type not in ("cpu", "meta"):
-                units.setdefault(id(owning_unit(parameter) or parameter), []).append(parameter)
+                managed = managed_by(parameter)
+                unit = None if managed is None else unit_owning(managed)
+                units.setdefault(id(unit or parameter), []).append(parameter)
         chosen: set[int] = set()
         seen = moved = 0
         for members in units.values():
@@ -177,31 +180,31 @@ class StateOffload:
                 target = torch.device("cpu") if id(parameter) in chosen else parameter.device
                 for name, entry in list(entries.items()):
                     if _is_elementwise_entry(entry, parameter) and entry.device.type != target.type:
-                        entries[name] = _like(entry, local_of(entry).to(target))
+                        entries[name] = _like(entry, value_of(entry).to(target))
 
     # ---------------------------------------------------------------- a step
 
-    def divide(self, tensors: Sequence[LocalTensor], state: _State) -> Iterator[Sequence[LocalTensor]]:
-        """Yield all of ``tensors``, in parts; ``state`` of each is on the device meanwhile."""
+    def divide(self, parameters: Mapping[torch.Tensor, torch.Tensor], state: State) -> Iterator[set[int]]:
+        """Yield the ids of all local tensors, in parts; ``state`` of each is on the device meanwhile."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is stepping"
         chosen, rest = self._chosen(optimizer), []
         by_device: dict[torch.device, list[_Part]] = {}
-        for tensor in tensors:
-            if id(tensor.parameter) not in chosen:
+        for tensor, parameter in parameters.items():
+            if id(parameter) not in chosen:
                 _bring_to_device(tensor, state)
                 rest.append(tensor)
                 continue
-            parts = by_device.setdefault(tensor.local.device, [])
+            parts = by_device.setdefault(tensor.device, [])
             if not parts or parts[-1].nbytes >= PART_BYTES:
                 parts.append(_Part())
             parts[-1].tensors.append(tensor)
         if rest or not by_device:
-            yield rest
+            yield set(map(id, rest))
         for device, parts in by_device.items():
             yield from self._stream(parts, device, state)
 
-    def _stream(self, parts: list[_Part], device: torch.device, state: _State) -> Iterator[Sequence[LocalTensor]]:
+    def _stream(self, parts: list[_Part], device: torch.device, state: State) -> Iterator[set[int]]:
         if device not in self.streams:
             self.streams[device] = make_comm_stream(device), make_comm_stream(device)
         to_device, to_host = self.streams[device]
@@ -213,30 +216,30 @@ class StateOffload:
                 if after is not None:
                     self._fetch(after, device, state, to_device)
                 part.finish()
-                yield part.tensors
+                yield set(map(id, part.tensors))
                 self._store(part, state, to_host)
         finally:  # if a step raises, state is left where it is then; the next step moves it
             for part in parts:
                 part.finish()
             to_host.synchronize()
 
-    def _fetch(self, part: _Part, device: torch.device, state: _State, stream: CommStream) -> None:
+    def _fetch(self, part: _Part, device: torch.device, state: State, stream: CommStream) -> None:
         """Begin to copy the state of a part to the device, as far as it is in host memory."""
         found = [
             (entries, name, entry)
             for tensor in part.tensors
-            for entries in (state.get(tensor.local, {}),)
+            for entries in (state.get(tensor, {}),)
             for name, entry in entries.items()
-            if _is_elementwise_entry(entry, tensor.local) and entry.device.type == "cpu"
+            if _is_elementwise_entry(entry, tensor) and entry.device.type == "cpu"
         ]
         copies: list[torch.Tensor] = []
 
         def allocate() -> None:
-            copies.extend(torch.empty_like(local_of(entry), device=device) for _, _, entry in found)
+            copies.extend(torch.empty_like(value_of(entry), device=device) for _, _, entry in found)
 
         def copy() -> None:
             for there, (_, _, entry) in zip(copies, found, strict=True):
-                there.copy_(local_of(entry), non_blocking=True)
+                there.copy_(value_of(entry), non_blocking=True)
 
         with torch.inference_mode(False), torch.no_grad():
             part.work = stream.issue(list, copy, allocate=allocate)
@@ -244,24 +247,24 @@ class StateOffload:
             part.homes[id(entries), name] = entry
             entries[name] = _like(entry, there)
 
-    def _store(self, part: _Part, state: _State, stream: CommStream) -> None:
+    def _store(self, part: _Part, state: State, stream: CommStream) -> None:
         """Begin to copy the state of a part, which has been stepped, to host memory: where it was, or to new memory."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in part.tensors:
-            entries = state.get(tensor.local, {})
+            entries = state.get(tensor, {})
             for name, entry in entries.items():
-                if not _is_elementwise_entry(entry, tensor.local) or entry.device.type == "cpu":
+                if not _is_elementwise_entry(entry, tensor) or entry.device.type == "cpu":
                     continue
-                local, home = local_of(entry), part.homes.get((id(entries), name))
+                local, home = value_of(entry), part.homes.get((id(entries), name))
                 if (
                     home is None
                     or home.dtype is not local.dtype
-                    or (self.pin_memory and not local_of(home).is_pinned())
+                    or (self.pin_memory and not value_of(home).is_pinned())
                 ):
                     memory = host_buffer(local.numel(), local.dtype, pin=self.pin_memory)
                     home = _like(entry, memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
                 entries[name] = home
-                pairs.append((local_of(home), local))
+                pairs.append((value_of(home), local))
 
         def copy() -> None:
             for home, local in pairs:
@@ -271,12 +274,12 @@ class StateOffload:
             part.work, part.leaving = stream.issue(list, copy), [local for _, local in pairs]
 
 
-def _bring_to_device(tensor: LocalTensor, state: _State) -> None:
+def _bring_to_device(tensor: torch.Tensor, state: State) -> None:
     """Move state that stays on the device there, if something else has put it on the host, such as a load."""
-    device, entries = tensor.local.device, state.get(tensor.local, {})
+    device, entries = tensor.device, state.get(tensor, {})
     for name, entry in entries.items():
-        if device.type != "cpu" and _is_elementwise_entry(entry, tensor.local) and entry.device.type == "cpu":
-            entries[name] = _like(entry, local_of(entry).to(device))
+        if device.type != "cpu" and _is_elementwise_entry(entry, tensor) and entry.device.type == "cpu":
+            entries[name] = _like(entry, value_of(entry).to(device))
 
 
 def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -291,4 +294,4 @@ def _is_elementwise_entry(entry: Any, parameter: torch.Tensor) -> bool:
         or isinstance(entry, DTensor) != isinstance(parameter, DTensor)
     ):
         return False
-    return local_of(entry).shape == local_of(parameter).shape and local_of(entry).numel() > 0
+    return value_of(entry).shape == value_of(parameter).shape and value_of(entry).numel() > 0

@@ -1,5 +1,5 @@
 """Stock optimizers that step plain local tensors in place of DTensors.
 
-- ``localize.py``  the functions; ``step.py``: one step
-- ``local_tensors.py``  the tensors that are stepped
+- ``localize.py``  which optimizers do, and the hooks around their steps
+- ``step.py``  one step
 """

@@ -3,34 +3,32 @@
 [Note: Local steps]
 Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs hooks around
 every step, also if a scheduler, accelerate or a gradient scaler has wrapped the method:
-- The last pre-hook of the optimizer has torch call its own ``step`` with a ``_WithoutParameters`` in place of the
-  optimizer. So all that this ``step`` does is to run the closure and to return its loss.
-- The first post-hook of the optimizer puts the optimizer back among the arguments, with which torch calls the user's
-  post-hooks, and runs the arithmetic: the class's ``step`` of the optimizer itself, whose groups and state are those of
-  local tensors meanwhile. Pre-hooks and closure of the user see the optimizer before the step, post-hooks after it, all
-  with DTensors.
+- The last pre-hook of the optimizer runs the closure, and then the class's ``step`` of the optimizer itself, whose
+  groups and state are those of local tensors meanwhile. If one of them raises, the pre-hook does, after it has restored
+  the optimizer. Closures and all hooks of the user see the optimizer with DTensors.
+- torch then runs ``step`` once more: with nothing to step, and a closure that returns the loss. It runs on an object of
+  the class that defines ``step``, which has the options but neither parameters nor state.
+- The first post-hook of the optimizer puts the arguments back, with which torch calls the user's post-hooks.
 - A pre-hook of all optimizers, which runs before those of one, keeps the two hooks in their places.
 
 What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be
-asked for in time); local tensors, or no parameters, in the optimizer from pre-hook to post-hook (torch calls no
-post-hook for a step that raises, and users' hooks and closures would see them); a second optimizer of the same class
-for the closure (it is finalized after every step, by the ``__del__`` of the user's class too); a second optimizer
-object for the user (every method that reads or writes state would have to be translated, including those of libraries).
+asked for in time); local tensors, or no parameters, in the optimizer itself from pre-hook to post-hook (torch calls no
+post-hook for a step that raises); a ``step`` of torch's classes that is replaced (fullshard patches nothing of torch).
 
 An optimizer is known by its class: torch's, or a library's by name, with neither ``step`` nor ``_init_group`` changed.
-All others step DTensors, unless the user says that they are elementwise.
+All others step DTensors, unless the user says that they are elementwise. Such an optimizer gets a ``step`` of its own,
+around which torch runs hooks as around any other: nobody has kept the one from before, if it is done in time.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +69,6 @@ REASONS = {
 }
 
 _STEP = "_fullshard_local_step"  # attribute of an optimizer: its LocalStep; None: it steps DTensors
-_OPTIMIZER = "_fullshard_optimizer"  # attribute of a _WithoutParameters: what it stands in for
 _HOOK = -1  # key of the post-hook; torch counts from 0
 
 
@@ -93,9 +90,10 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
         optimizer: An optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any other
             parameters. With or without state.
         elementwise: True if each element of a parameter is updated only from the same element of gradient and state and
-            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. In
-            each step its ``step`` is also called once without parameters, for the closure, and must allow that. None:
-            known for the classes above.
+            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. The
+            closure is called before its ``step``, which gets None. Call it before learning rate schedulers are made
+            and before others wrap the optimizer: whoever keeps its ``step`` from before steps DTensors. None: known
+            for the classes above.
         enable: False: the optimizer steps DTensors, as torch does, from now on.
 
     Returns:
@@ -143,9 +141,13 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
     reason = _unsupported_reason(optimizer, elementwise)
     if reason is not None:
         warnings.warn(f"localize: {type(optimizer).__name__} is left unchanged: {reason}", stacklevel=2)
-    else:
-        vars(optimizer)[_STEP] = LocalStep()
+        return optimizer
+    is_known = _known_class(type(optimizer)) is not None
+    vars(optimizer)[_STEP] = LocalStep(vouched=not is_known)
+    if is_known:
         _add_hook()
+    else:
+        vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(_vouched_step), optimizer)
     return optimizer
 
 
@@ -173,16 +175,17 @@ def _is_default() -> bool:
 # ---------------------------------------------------------------- classes of optimizers
 
 
-def _is_known(kind: type[Any]) -> bool:
-    """Return True if the arithmetic is that of a known elementwise optimizer."""
+def _known_class(kind: type[Any]) -> type[Any] | None:
+    """Return the class of a known elementwise optimizer whose arithmetic a class has; None for all others."""
     bases: tuple[type[Any], ...] = ELEMENTWISE
     for base in kind.__mro__:
         in_library = base.__name__ in ELEMENTWISE_OF_LIBRARIES.get(base.__module__.partition(".")[0], ())
         if base in bases or in_library:
             step = own_step(kind)
             is_unchanged = step is own_step(base) and getattr(kind, "_init_group", 0) is getattr(base, "_init_group", 0)
-            return is_unchanged and _package(step) == _package(base)  # someone else may have replaced it in the base
-    return False
+            # Someone else may have replaced it in the base.
+            return base if is_unchanged and _package(step) == _package(base) else None
+    return None
 
 
 def _package(named: Any) -> str:
@@ -196,7 +199,7 @@ def _unsupported_reason(optimizer: Optimizer, elementwise: bool | None) -> str |
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True requires autograd through the parameters themselves"
     if elementwise is None:
-        elementwise = _is_known(kind)
+        elementwise = _known_class(kind) is not None
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         return "its param_groups and state are not attributes of its own"
     if elementwise:
@@ -217,7 +220,8 @@ def _add_hook() -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Have the hooks of an optimizer that steps local tensors run last and first. See [Note: Local steps]."""
-    if torch.compiler.is_compiling() or usable_step(optimizer) is None:
+    step = None if torch.compiler.is_compiling() else usable_step(optimizer)
+    if step is None or step.vouched:
         return
     pre_hooks: Any = optimizer._optimizer_step_pre_hooks
     post_hooks: Any = optimizer._optimizer_step_post_hooks
@@ -229,28 +233,59 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         post_hooks.move_to_end(_HOOK, last=False)
 
 
-def _before_own_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
-    """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic."""
-    if torch.compiler.is_compiling() or usable_step(optimizer) is None:
+class _Done(list[Any]):
+    """The arguments with which torch runs a ``step`` whose work has been done; after it, they are the user's.
+
+    Args:
+        idle: What it runs on.
+        loss: What its closure returns.
+        args: The user's arguments.
+        kwargs: The user's arguments by name.
+    """
+
+    def __init__(self, idle: Optimizer, loss: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().__init__((idle, lambda: loss))
+        self.args, self.kwargs = args, kwargs
+
+
+def _before_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Step local tensors, and have torch run the optimizer's own step with nothing to do."""
+    step = None if torch.compiler.is_compiling() else usable_step(optimizer)
+    known = _known_class(type(optimizer))
+    if step is None or known is None:
         return None
-    return [_WithoutParameters(optimizer), *args[1:]], kwargs  # a list: the post-hook puts the optimizer back
+    loss = _step(step, *args, **kwargs)
+    idle: Any = object.__new__(known)
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    vars(idle).update(vars(optimizer) | WITHOUT_HOOKS | {"param_groups": groups, "state": defaultdict(dict)})
+    return _Done(idle, loss, args, kwargs), {}
 
 
 def _after_own_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-    """Run the arithmetic, unless the optimizer itself has stepped: without local tensors, or by a hook of the user."""
-    step = local_step_of(optimizer)
-    if (
-        step is None
-        or not args
-        or type(args[0]) is not _WithoutParameters
-        or vars(args[0])[_OPTIMIZER] is not optimizer
-    ):
-        return
-    args[0] = optimizer
-    further = {name: value for name, value in kwargs.items() if name != "closure"}
-    step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
+    """Put the user's arguments back for the hooks that follow."""
+    if type(args) is _Done:
+        args[:] = args.args
+        kwargs.update(args.kwargs)
+
+
+def _vouched_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Step an optimizer that the user has vouched for."""
+    step = None if torch.compiler.is_compiling() else usable_step(optimizer)
+    if step is None:
+        return own_step(type(optimizer))(optimizer, *args, **kwargs)
+    return _step(step, optimizer, *args, **kwargs)
+
+
+def _step(
+    step: LocalStep, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the closure and then the step on local tensors, and return the loss."""
+    if closure is None:
+        return step.step(optimizer, None, *args, **kwargs)
+    with torch.enable_grad():
+        loss = closure()
+    step.step(optimizer, None, *args, **kwargs)
+    return loss
 
 
 @contextmanager
@@ -282,30 +317,3 @@ def usable_step(optimizer: Optimizer) -> LocalStep | None:
     if any(isinstance(value, DTensor) for each in (options, scale) for value in each):
         return None
     return None if any(group.get("differentiable") for group in optimizer.param_groups) else step
-
-
-class _WithoutParameters:
-    """Stands in for an optimizer while torch runs its ``step`` for the closure: its groups and state are empty.
-
-    It is no optimizer of the user's class, so nothing of that class makes or finalizes it. Methods and properties of
-    the class run with it; everything else that is read is the optimizer's, and everything that is written is dropped.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        # A step may call that of a base class, around which torch runs hooks again.
-        own = {"param_groups": groups, "state": defaultdict(dict), _STEP: None, _OPTIMIZER: optimizer, **WITHOUT_HOOKS}
-        own["_warned_capturable_if_run_uncaptured"] = True  # torch's, of a warning that is given in the real step
-        vars(self).update(own)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        """Be an instance of the optimizer's class, for ``super()``."""
-        return type(vars(self)[_OPTIMIZER])
-
-    def __getattr__(self, name: str) -> Any:
-        optimizer = vars(self)[_OPTIMIZER]
-        found = inspect.getattr_static(type(optimizer), name, None)
-        if isinstance(found, (FunctionType, property)) and name not in vars(optimizer):
-            return found.__get__(self, type(optimizer))
-        return getattr(optimizer, name)
