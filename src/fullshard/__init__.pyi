@@ -27,17 +27,11 @@ from .checkpoint.state.types import (
 )
 from .comm import AllGather, Comm, ReduceScatter
 from .comm.quantized.report import QuantizationReport
-from .composable.fsdp_module import (
-    FSDPModule,
-    GradientReductionHandle,
-    ReplicateModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-    unsharded,
-)
+from .composable.fsdp_module import FSDPModule, ReplicateModule, share_comm_ctx
 from .composable.fully_shard import fully_shard, replicate
+from .composable.module_class import register_fsdp_forward_method
 from .composable.shard import shard
+from .composable.unsharding import GradientReductionHandle, UnshardHandle, unsharded
 from .debug.tracing.recorder import trace
 from .engine.parameters.flat import FlatParameter
 from .errors import (

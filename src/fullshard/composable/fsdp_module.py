@@ -5,12 +5,10 @@ Call setters between steps, with equal values on all ranks.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -22,13 +20,14 @@ from fullshard.comm import (
     SymmetricMemoryReduceScatter,
     Transport,
 )
-from fullshard.engine.finalization import awaits_finalization, begin_finalization, end_finalization
-from fullshard.engine.ownership import holders_of, holding, nested_units, units_of
+from fullshard.composable.state_dicts import is_computing, show_sharded
+from fullshard.composable.unsharding import GradientReductionHandle, UnshardHandle
+from fullshard.engine.finalization import awaits_finalization
+from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.engine.runtime import Runtime, current_runtime, ensure_idle, runtime_of
 from fullshard.engine.settings import CommStreams
 from fullshard.engine.unit import Unit
-from fullshard.engine.user_unshard import begin_user_unshard, end_user_unshard, user_unshard
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_bool
 from fullshard.frontend.sharded_module import (
@@ -43,18 +42,7 @@ from fullshard.memory import Event, Stream
 if TYPE_CHECKING:
     from fullshard.comm import AllGather, ReduceScatter
 
-__all__ = [
-    "FSDPModule",
-    "GradientReductionHandle",
-    "ReplicateModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "set_class",
-    "sharded_class",
-    "share_comm_ctx",
-    "unsharded",
-    "watch_state_dicts",
-]
+__all__ = ["FSDPModule", "ReplicateModule", "run_unsharded", "share_comm_ctx"]
 
 
 class FSDPModule(ShardedModule):
@@ -66,10 +54,11 @@ class FSDPModule(ShardedModule):
     """
 
     _fullshard_prefix: ClassVar[str] = "FSDP"  # of the name of the module's new class
+    _fullshard_class: ClassVar[tuple[type[nn.Module], frozenset[str], type[FSDPModule]]]  # what it was made of
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct an instance of the original class, so that slicing a sharded ``Sequential`` returns a plain one."""
-        plain = _plain_class(cls)
+        plain = cls._fullshard_class[0]
         instance = plain.__new__(plain)
         instance.__init__(*args, **kwargs)  # type: ignore[misc]
         return instance
@@ -78,7 +67,7 @@ class FSDPModule(ShardedModule):
         """Run the module with its unsharded parameters: unshard, run ``forward``, reshard."""
         if torch.compiler.is_compiling():
             return outside_graph(_call_module, recursive=False)(self, args, kwargs)
-        return _run_unsharded(self, super().__call__, args, kwargs)
+        return run_unsharded(self, super().__call__, args, kwargs)
 
     @unchecked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -151,9 +140,9 @@ class FSDPModule(ShardedModule):
         """
         ensure_idle(unit_at(self))
         units = nested_units(self)
-        computing = [unit for unit in units if unit.registration.unsharded and _is_computing(unit)]
+        computing = [unit for unit in units if unit.registration.unsharded and is_computing(unit)]
         for unit in units:
-            _show_sharded(unit)
+            show_sharded(unit)
         try:
             return super().state_dict(*args, **kwargs)
         finally:
@@ -707,44 +696,6 @@ class FSDPModule(ShardedModule):
             raise
 
 
-class UnshardHandle:
-    """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``."""
-
-    _unit: Unit | None
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        begin_user_unshard(unit)
-
-    @unchecked
-    def wait(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters. No-op if called again."""
-        if self._unit is not None:
-            runtime_of(self._unit).unshard(self._unit)
-            self._unit = None
-
-
-class GradientReductionHandle:
-    """Handle of gradients that are being reduced, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
-
-    _runtime: Runtime | None
-
-    def __init__(self, runtime: Runtime | None = None) -> None:
-        self._runtime = runtime
-        self._begun = None if runtime is None else begin_finalization(runtime)
-
-    @unchecked
-    def wait(self) -> None:
-        """Wait until ``.grad`` of all parameters is complete. No-op if called again.
-
-        Raises:
-            FullshardError: If ``reset_iter_state``, or an exception in a collective, has dropped the gradients since.
-        """
-        if self._runtime is not None:
-            end_finalization(self._runtime, self._begun)
-            self._runtime = None
-
-
 class ReplicateModule(FSDPModule):
     """Mixin class of every module that ``replicate`` was called on; it has the methods of ``FSDPModule``."""
 
@@ -771,59 +722,6 @@ def _units(api: str, modules: Any) -> list[Unit]:
                 f"index {index}"
             )
     return [unit_at(module) for module in found]
-
-
-@contextlib.contextmanager
-def unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """Unshard all units of ``module`` and keep them unsharded until the end of the ``with`` block.
-
-    For loops that run the model many times without training it, such as ``generate()``: nothing is all-gathered or
-    freed in between. Inside the block, modules and ``parameters()`` hold the unsharded parameters, at addresses that
-    stay the same; build optimizers and clip gradients outside. Do not write to the parameters: writes are lost at the
-    end of the block, unless the parameters share memory with the shards, as on one rank. If an optimizer steps inside
-    the block, the next forward all-gathers again. All ranks must enter the block.
-
-    Args:
-        module: Any module that contains sharded modules, or is one.
-
-    Yields:
-        The same ``module``.
-
-    Raises:
-        TypeError: If ``module`` is not an ``nn.Module``.
-
-    Example:
-        ```python
-        import torch
-        from torch import nn
-
-        from fullshard import fully_shard, unsharded
-
-        model = fully_shard(nn.Linear(8, 8))
-        x = torch.randn(2, 8)
-        with torch.no_grad(), unsharded(model):
-            for _ in range(10):  # one all-gather in total
-                x = model(x)
-        ```
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"unsharded: expected an nn.Module, found {type(module).__name__}")
-    units = units_of(module)
-    unsharded_units: list[Unit] = []
-    try:
-        for unit in units:
-            ensure_idle(unit)
-            begin_user_unshard(unit)
-        for unit in units:
-            user_unshard(unit)
-            unsharded_units.append(unit)
-        yield module
-    finally:
-        for unit in unsharded_units:
-            end_user_unshard(unit)
-        for unit in units[len(unsharded_units) :]:  # one of their all-gathers failed
-            if unit.is_idle and not unit.user_unshards:
-                unit.reshard()
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -860,126 +758,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             runtime.comm_streams = comm_streams
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat a method such as ``generate`` as a forward: unshard before it and reshard after it.
-
-    Args:
-        module: Module that ``fully_shard`` was called on. No-op for any other module.
-        method_name: Name of a method of its class.
-
-    Raises:
-        TypeError: If ``module`` is not an ``nn.Module``.
-        ValueError: If the class has no such method.
-
-    Example:
-        ```python
-        import torch
-        from torch import nn
-
-        from fullshard import fully_shard, register_fsdp_forward_method
-
-
-        class Encoder(nn.Linear):
-            def encode(self, x: torch.Tensor) -> torch.Tensor:
-                return super().forward(x).relu()
-
-
-        encoder = fully_shard(Encoder(8, 8))
-        register_fsdp_forward_method(encoder, "encode")
-        encoder.encode(torch.randn(2, 8)).sum().backward()
-        ```
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"register_fsdp_forward_method: expected an nn.Module, found {type(module).__name__}")
-    if not isinstance(module, FSDPModule):
-        return
-    if not isinstance(method_name, str) or not callable(getattr(type(module), method_name, None)):
-        raise ValueError(
-            f"register_fsdp_forward_method: expected the name of a method of {_plain_class(type(module)).__name__}, "
-            f"found {method_name!r}"
-        )
-    # On a class, not on the instance: a bound method in the instance would be a reference cycle, and a deepcopy
-    # would run the original's.
-    plain, methods, base = cast("_ClassKey", type(module)._fullshard_class)  # type: ignore[attr-defined]
-    set_class(module, sharded_class(plain, methods | {method_name}, base))
-
-
-def set_class(module: nn.Module, sharded: type[FSDPModule]) -> None:
-    """Change the class of ``module``, also if it forwards ``__setattr__`` (as results of torch.compile do)."""
-    object.__setattr__(module, "__class__", sharded)
-
-
-_ClassKey = tuple[type[nn.Module], frozenset[str], type[FSDPModule]]
-_sharded_classes: dict[_ClassKey, type[FSDPModule]] = {}
-
-
-def sharded_class(
-    plain: type[nn.Module], methods: frozenset[str] = frozenset(), base: type[FSDPModule] = FSDPModule
-) -> type[FSDPModule]:
-    """Return the class ``FSDP<plain>`` whose ``methods`` run with unsharded parameters. Cached by all arguments."""
-    key: _ClassKey = (plain, methods, base)
-    known = _sharded_classes.get(key)
-    if known is not None:
-        return known
-    namespace: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    for name in methods:
-        namespace[name] = _as_forward(getattr(plain, name))
-    namespace["_fullshard_class"] = key
-    made = cast("type[FSDPModule]", type(f"{base._fullshard_prefix}{plain.__name__}", (base, plain), namespace))
-    _sharded_classes[key] = made
-    return made
-
-
-def watch_state_dicts(unit: Unit) -> None:
-    """Have ``state_dict`` and ``load_state_dict`` of all modules that hold parameters of ``unit`` see sharded ones."""
-    for module in holders_of(unit):
-        if _register_sharded not in module._state_dict_pre_hooks.values():
-            module.register_state_dict_pre_hook(_register_sharded)  # type: ignore[no-untyped-call]
-            module._register_load_state_dict_pre_hook(_reshard, with_module=True)  # type: ignore[no-untyped-call]
-
-
-def _register_sharded(module: nn.Module, *_: Any) -> None:
-    for unit in holding(module):
-        if not unit.registration.copies and not _is_computing(unit):
-            _show_sharded(unit)
-
-
-def _show_sharded(unit: Unit) -> None:
-    replaced = unit.shown is not None and not unit.registration.holds_unsharded()
-    unit.register_sharded()
-    if replaced and not _is_computing(unit):  # by parameters that are to be sharded
-        unit.reshard()
-        unit.write_back()
-
-
-def _reshard(module: nn.Module, *_: Any) -> None:
-    for unit in holding(module):
-        if not unit.registration.copies:
-            _show_sharded(unit)
-            unit.reshard()
-
-
-def _is_computing(unit: Unit) -> bool:
-    runtime = current_runtime(unit)
-    running = runtime is not None and runtime.busy
-    return running or not unit.is_idle or unit.user_unshards > 0
-
-
-def _plain_class(sharded: type) -> type[nn.Module]:
-    return cast("type[nn.Module]", sharded._fullshard_class[0])  # type: ignore[attr-defined]
-
-
-def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return _run_unsharded(self, functools.partial(method, self), args, kwargs)
-
-    return run
-
-
-def _run_unsharded(
+def run_unsharded(
     module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Run a forward of a sharded module: unshard, ``forward``, reshard."""
     unit = unit_at(module)
     if computes_on_copies(unit):
         return forward(*args, **kwargs)

@@ -10,13 +10,9 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import ShardMesh, shard_mesh
-from fullshard.composable.fsdp_module import (
-    FSDPModule,
-    ReplicateModule,
-    set_class,
-    sharded_class,
-    watch_state_dicts,
-)
+from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule
+from fullshard.composable.module_class import set_class, sharded_class
+from fullshard.composable.state_dicts import watch_state_dicts
 from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (

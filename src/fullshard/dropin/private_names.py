@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.composable import fsdp_module
+from fullshard.composable import fsdp_module, module_class
 from fullshard.dropin.param_groups import FSDPParamGroup, ShardedState, TrainingState, WrapperTrainingState
 from fullshard.engine import hooks
 from fullshard.engine.ownership import all_modules, nested_units, unit_of
@@ -152,7 +152,7 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     """Return the sharded classes by original class."""
     return {
         plain: made
-        for (plain, methods, base), made in fsdp_module._sharded_classes.items()
+        for (plain, methods, base), made in module_class._sharded_classes.items()
         if not methods and base is fsdp_module.FSDPModule
     }
 
@@ -163,7 +163,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
     construct = fsdp_module.FSDPModule.__dict__["__new__"]
 
     def empty(cls: type, *_: Any, **__: Any) -> Any:
-        plain = fsdp_module._plain_class(cls)
+        plain = cls._fullshard_class[0]  # type: ignore[attr-defined]
         return plain.__new__(plain)
 
     fsdp_module.FSDPModule.__new__ = staticmethod(empty)  # type: ignore[method-assign]
