@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.debug.values import ModuleValues, values_here
 from fullshard.engine.containers import iterate_tensors
-from fullshard.engine.optimizer_steps import managed_parameters
+from fullshard.engine.optimizer_steps import stepped_units
 from fullshard.engine.ownership import units_of
 from fullshard.engine.parameters.names import clean_name
-from fullshard.engine.unit import Unit, unit_owning
+from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError
 from fullshard.progress import PROGRESS, StepCount
 from fullshard.ranks.agreement import gather_found, list_ranks, own_rank
@@ -128,8 +128,7 @@ class _NonFiniteSearch:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         of_model = units_of(self.model)
-        managed = (unit_owning(each) for ref in managed_parameters(optimizer) if (each := ref()) is not None)
-        stepped = [unit for unit in dict.fromkeys(managed) if unit is not None and unit in of_model]
+        stepped = [unit for unit in stepped_units(optimizer) if unit in of_model]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 fqn = clean_name(name)

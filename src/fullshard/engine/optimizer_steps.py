@@ -24,7 +24,10 @@ from fullshard.engine.unit import Unit, unit_owning
 from fullshard.errors import FullshardError
 from fullshard.progress import PROGRESS, LaunchLog
 
-__all__ = ["managed_parameters", "watch_optimizers"]
+__all__ = ["stepped_units", "watch_optimizers"]
+
+
+_UnitRef = weakref.ref[Unit]
 
 
 class _Known(NamedTuple):
@@ -32,14 +35,13 @@ class _Known(NamedTuple):
 
     sharded: int
     ids: list[int]
-    managed: list[weakref.ref[ShardedParameter]]  # those of the parameters that units own
+    units: list[_UnitRef]  # that have some of the parameters
 
 
-_UnitRef = weakref.ref[Unit]
 _largest: weakref.WeakKeyDictionary[Runtime, tuple[_UnitRef, dict[LaunchLog, _UnitRef]]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 _sharded = 0  # how often modules were sharded in this process
-_stepping: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Unit]]] = weakref.WeakKeyDictionary()
+_stepping: weakref.WeakKeyDictionary[Optimizer, list[_UnitRef]] = weakref.WeakKeyDictionary()
 
 
 def _times_sharded() -> int:
@@ -53,21 +55,15 @@ def _known_of(optimizer: Optimizer) -> _Known | None:
     return known if known.ids == [id(p) for group in optimizer.param_groups for p in group["params"]] else None
 
 
-def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParameter]]:
-    """Return those of an optimizer's parameters that units own."""
+def stepped_units(optimizer: Optimizer) -> list[Unit]:
+    """Return the units that have some of the optimizer's parameters now: sharding may move one to another unit."""
     known = _known_of(optimizer)
     if known is None:
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        managed = [weakref.ref(p) for p in map(managed_by, every) if p is not None and p.owned]
-        known = _known[optimizer] = _Known(_times_sharded(), list(map(id, every)), managed)
-    return known.managed
-
-
-def _units_of(optimizer: Optimizer) -> list[Unit]:
-    """Return the units that have the optimizer's parameters now: wrapping may move a parameter to another unit."""
-    parameters = (ref() for ref in managed_parameters(optimizer))
-    units = (unit_owning(parameter) for parameter in parameters if parameter is not None)
-    return list({id(unit): unit for unit in units if unit is not None}.values())
+        owners = (unit_owning(managed) for managed in map(managed_by, every) if managed is not None)
+        units = dict.fromkeys(unit.ref for unit in owners if unit is not None)
+        known = _known[optimizer] = _Known(_times_sharded(), list(map(id, every)), list(units))
+    return [unit for ref in known.units if (unit := ref()) is not None]
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -75,7 +71,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         _take_sharded(optimizer)
         warn_of_unaveraged(optimizer, live_roots)
     PROGRESS.enter("optimizer step", None)
-    units = _units_of(optimizer)
+    units = stepped_units(optimizer)
     for runtime in each_runtime(units):
         check_stepped(runtime)
     _stepping[optimizer] = [unit.ref for unit in units]

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.engine.optimizer_steps import managed_parameters
+from fullshard.engine.optimizer_steps import stepped_units
 from fullshard.optim.local.step import WITHOUT_HOOKS, LocalStep, own_step
 
 __all__ = ["local_step_of", "localize", "step_local_tensors", "stepping_dtensors", "usable_step"]
@@ -306,7 +306,7 @@ def usable_step(optimizer: Optimizer) -> LocalStep | None:
     """Return what steps the optimizer's local tensors in this step; None: it steps DTensors."""
     attributes = vars(optimizer)
     if _STEP not in attributes:
-        if not _is_default() or not managed_parameters(optimizer) or _unsupported_reason(optimizer, None) is not None:
+        if not _is_default() or not stepped_units(optimizer) or _unsupported_reason(optimizer, None) is not None:
             return None
         attributes[_STEP] = LocalStep()
     step: LocalStep | None = attributes[_STEP]
