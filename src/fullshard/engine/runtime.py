@@ -362,7 +362,11 @@ class Runtime:
         self._begin_call(unit)
 
     def post_backward(self, unit: Unit) -> None:
-        """After autograd has computed the gradients of the inputs of one call: reshard, and begin the reduction."""
+        """After autograd has computed the gradients of the inputs of one call: reshard, and begin the reduction.
+
+        The reduced gradients become ``.grad`` when the queue makes room for those of a later unit, or at the end of
+        the pass.
+        """
         if unit.phase is not Phase.BACKWARD:
             return  # in a double backward only the end of the pass tells
         if not unit.has_calls_to_run:
