@@ -125,7 +125,7 @@ def _set_up_engine(system: System, model: nn.Module, device: Device) -> None:
 
     units = nested_units(model)
     if isinstance(device, SimulatedDevice):
-        comm_streams = CommStreams(*(SimulatedLane(device) for _ in range(4)))
+        comm_streams = CommStreams(*(SimulatedLane(device) for _ in CommStreams._fields))
         for unit in units:
             unit.settings.comm_streams = comm_streams
     if system.reductions is not None:

