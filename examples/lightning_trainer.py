@@ -45,7 +45,8 @@ class Model(L.LightningModule):
         mesh = self.device_mesh["data_parallel"]
         for layer in self.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        # The average of the weights copies sharded parameters, also after a validation.
+        fully_shard(self, mesh=mesh, reshard_after_forward=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of all tokens at all positions."""

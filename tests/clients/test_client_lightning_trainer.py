@@ -75,7 +75,7 @@ class Sharded(Task):
         for module in self.model:
             if isinstance(module, Block):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
 
 class Wrapped(Task):

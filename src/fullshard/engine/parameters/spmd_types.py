@@ -99,8 +99,8 @@ class SpmdTypes:
         """Return the annotation of ``parameter``, None if it has none.
 
         Args:
-            parameter: It.
-            whole: None: ``fully_shard`` got the data-parallel axes only.
+            parameter: A parameter as the module has it, before it is sharded.
+            whole: The mesh of all axes. None: ``fully_shard`` got the data-parallel axes only.
         """
         package = sys.modules.get("spmd_types")
         if package is None or not package.get_local_type(parameter):
