@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, WrappingTransport, issue_all
-from fullshard.comm.collective import Scaled
+from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, WrappingTransport
+from fullshard.comm.collective import CollectiveTransport, Reduction, nccl_reduction
 from fullshard.memory import Work
 
 __all__ = ["AllGather", "Comm", "CustomTransport", "ReduceScatter"]
@@ -116,7 +115,7 @@ class ReduceScatter(Comm):
         """
 
 
-class CustomTransport(WrappingTransport):
+class CustomTransport(WrappingTransport, CollectiveTransport):
     """A transport with some collectives replaced by custom ones.
 
     ``direct_bytes`` is larger than any size, so that everything a bucket sends is one packed operand in the memory that
@@ -194,44 +193,32 @@ class CustomTransport(WrappingTransport):
             release(memory)
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        all_gather = self.custom_all_gather
-        if all_gather is None:
+        if self.custom_all_gather is None:
             return self.base._all_gather(requests)
-
-        def issue(operand: Operand) -> Sequence[Work]:
-            work = all_gather(
-                output_tensor=operand.unsharded, input_tensor=operand.shard, group=self.group, async_op=True
-            )
-            return [] if work is None else [work]
-
-        return issue_all(partial(issue, operand) for request in requests for operand in request.operands)
+        return CollectiveTransport._all_gather(self, requests)
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        reduce_scatter = self.custom_reduce_scatter
-        if reduce_scatter is None:
+        if self.custom_reduce_scatter is None:
             return self.base._reduce_scatter(requests)
+        return CollectiveTransport._reduce_scatter(self, requests)
 
-        return issue_all(
-            partial(self._issue, reduce_scatter, operand, request.scaling)
-            for request in requests
-            for operand in request.operands
+    def _issue_gather(self, operand: Operand) -> Work | None:
+        assert self.custom_all_gather is not None
+        return self.custom_all_gather(
+            output_tensor=operand.unsharded, input_tensor=operand.shard, group=self.group, async_op=True
         )
 
-    def _issue(self, reduce_scatter: ReduceScatter, operand: Operand, scaling: GradScaling) -> Sequence[Work]:
-        averages = self.base.averages and scaling.native and scaling.before == 1 and scaling.after == self.world_size
-        if scaling.before != 1:
-            operand.unsharded.mul_(1 / scaling.before)
-        work = reduce_scatter(
+    def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
+        assert self.custom_reduce_scatter is not None
+        return self.custom_reduce_scatter(
             output_tensor=operand.shard,
             input_tensor=operand.unsharded,
             group=self.base.reduce_group,
-            op=ReduceOp.AVG if averages else ReduceOp.SUM,
+            op=reduction.op.op,
             async_op=True,
         )
-        if work is not None and (averages or scaling.after == 1):
-            return [work]
-        if work is not None:
-            return [Scaled([work], [(operand.shard, 1 / scaling.after)])]
-        if not averages and scaling.after != 1:
-            operand.shard.mul_(1 / scaling.after)
-        return []
+
+    def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
+        if self.base.averages and scaling == GradScaling(after=self.world_size):
+            return nccl_reduction(dtype, scaling, self.world_size)
+        return super()._reduction(dtype, scaling)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport
-from fullshard.comm.collective import all_gather_flat
+from fullshard.comm.collective import all_gather_single
 from fullshard.comm.groups import GroupRecord, record_of
 from fullshard.comm.hosts import RelayThread, Routes, this_host
 from fullshard.comm.summation import fold
@@ -258,7 +258,7 @@ class GlooTransport(Transport):
         every = own.new_empty(self.world_size * own.numel())
         PROGRESS.begin_wait(PROGRESS.launched)
         try:
-            all_gather_flat(self.group, every, own).wait()
+            all_gather_single(every, own, group=self.group)
         except RuntimeError as error:
             raise PROGRESS.explained(error) from error
         finally:
