@@ -38,8 +38,8 @@ __all__ = [
 # Dtypes that every backend can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
-# Renamed in torch 2.13, which warns at the old names. They run on any process group. Transports of groups with a backend
-# of c10d call the groups' own methods: the same in all versions of torch, and half the host time.
+# Renamed in torch 2.13, which warns at the old names. They run on any process group. For groups with a backend of c10d,
+# transports call the groups' own methods: the same in all versions of torch, and half the host time.
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )

@@ -106,11 +106,11 @@ class SymmetricMemory:
     def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
         if backend != "NCCL":
             raise ValueError(f'symmetric memory: expected backend="NCCL", found {backend!r}')
-        found = _cuda_backend(group)
-        if found != "nccl":
+        backends = dist.get_backend_config(group)
+        if not torch.cuda.is_available() or "cuda:nccl" not in backends:
             raise ValueError(
                 "symmetric memory: expected a CUDA device and a process group with the NCCL backend, found "
-                + ("no CUDA device" if found is None else found)
+                + (backends if torch.cuda.is_available() else "no CUDA device")
             )
         self.group, self._free = group, {}
         import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
@@ -190,13 +190,3 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         output_tensor.copy_(output)
         self.release(output)
         return None
-
-
-def _cuda_backend(group: dist.ProcessGroup) -> str | None:
-    """Return the backend that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return group._get_backend(torch.device("cuda")).name().lower()
-    except RuntimeError:  # the group has none for CUDA
-        return "a process group for CPU tensors only"

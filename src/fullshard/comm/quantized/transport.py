@@ -47,7 +47,7 @@ from fullshard.comm.base import (
 )
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.quantized.blocks import BlockFormat
-from fullshard.memory import Work
+from fullshard.memory import HostWork, Work
 from fullshard.policy import CommQuantization
 from fullshard.progress import PROGRESS
 
@@ -112,7 +112,7 @@ class QuantizedTransport(WrappingTransport):
             rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
         works = self.base._all_gather([*plain, rows])
         finish = partial(layout.read, arrived, lambda operand: _by_rank(operand, self.world_size))
-        return [*works, _Finish(finish, sent)]
+        return [HostWork(works, partial(_finish, finish, sent))]
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         layout, plain, _ = self._sort("reduce_scatter", requests)
@@ -130,7 +130,7 @@ class QuantizedTransport(WrappingTransport):
                 partial(_all_to_all, self.base, self.base.reduce_group, layout.unit, arrived, sent, sizes),
             ]
         )
-        return [*works, _Finish(partial(layout.add_up, arrived, rank), sent)]
+        return [HostWork(works, partial(_finish, partial(layout.add_up, arrived, rank), sent))]
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         layout, plain, _ = self._sort("all_reduce", requests)
@@ -149,7 +149,7 @@ class QuantizedTransport(WrappingTransport):
                 partial(_all_to_all, self.base, self.base.group, layout.unit, arrived, sent, []),
             ]
         )
-        return [*works, _Finish(partial(self._spread_sums, layout, arrived, sent))]
+        return [HostWork(works, partial(_finish, partial(self._spread_sums, layout, arrived, sent), sent))]
 
     def _spread_sums(self, layout: _MessageLayout, arrived: torch.Tensor, sums: torch.Tensor) -> None:
         """Second half of an all-reduce: add up this rank's share, send it to all, and wait for ``sums`` of all."""
@@ -382,18 +382,10 @@ class _MessageLayout:
         return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
 
 
-class _Finish:
-    """Turns messages into values, once the works before it in the launch, which may read ``kept``, were waited for."""
-
-    __slots__ = ("_finish", "_kept")
-
-    def __init__(self, finish: Callable[[], None], kept: torch.Tensor | None = None) -> None:
-        self._finish, self._kept = finish, kept
-
-    def wait(self) -> None:
-        """Turn messages into values."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._finish()
+def _finish(turn_into_values: Callable[[], None], kept: torch.Tensor) -> None:
+    """Turn messages into values. Until then ``kept`` is read by works of the launch."""
+    with torch.inference_mode(False), torch.no_grad():
+        turn_into_values()
 
 
 def _by_rank(operand: Operand, world_size: int) -> torch.Tensor:
