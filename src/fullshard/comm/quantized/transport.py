@@ -107,7 +107,7 @@ class QuantizedTransport(WrappingTransport):
             return self.base._all_gather(plain)
         with torch.inference_mode(False), torch.no_grad():
             sent = layout.message(1)
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
             arrived = layout.message(self.world_size)
             rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
         works = self.base._all_gather([*plain, rows])
@@ -121,8 +121,8 @@ class QuantizedTransport(WrappingTransport):
         rank, peers = self.rank, self.world_size - 1
         with torch.inference_mode(False), torch.no_grad():
             sent, arrived = layout.message(peers), layout.message(peers)
-            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank])
-            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :])
+            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank], self._encode)
+            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :], self._encode)
         sizes = [0 if peer == rank else layout.nbytes for peer in range(peers + 1)]
         works = issue_all(
             [
@@ -169,7 +169,7 @@ class QuantizedTransport(WrappingTransport):
         layout.read(sums, lambda operand: operand.unsharded.unsqueeze(0))
 
     def _encode(self, form: BlockFormat, key: object, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode values of an all-reduce; with error feedback and what was taken from those of this key before."""
+        """Write values into rows; with error feedback, with what was taken from those of ``key`` in the last step."""
         if not self.policy.error_feedback:
             form.encode(values, rows)
             return
@@ -315,23 +315,18 @@ class _MessageLayout:
         """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
         return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
-    def write(
-        self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode | None = None
-    ) -> None:
+    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode) -> None:
         """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``.
 
         Args:
             message: Is filled.
             values: Of an operand.
-            encode: Writes values into rows, given the format and a key that is the same in every step; None: as the
-                format does.
+            encode: Writes values into rows, given the format and a key that is the same in every step.
         """
         for index, place in enumerate(self.places):
             part = values(place.operand).narrow(1, place.offset, place.numel)
             if not place.quantized:
                 self._bytes_in(message, place).copy_(part)
-            elif encode is None:
-                self.format.encode(part, self._rows_in(message, place))
             else:
                 encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
 
