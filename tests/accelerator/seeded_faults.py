@@ -462,10 +462,11 @@ def _input_as_it_is(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _scaled_too_early(self: Any) -> None:
-    for tensor, factor in self._results:
-        tensor.mul_(factor)
-    [work.wait() for work in self._works]
+class _FinishedTooEarly(memory.HostWork):
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        finish()
+        super().wait()
 
 
 def _never_waited(work: Any) -> None:
@@ -561,7 +562,7 @@ FAULTS: dict[str, Fault] = {
     "a unit is resharded while it is unsharded": Fault(replace(Bucket, "reshard", _reshard_in_flight), resharded),
     "gradients are packed on the lane": Fault(replace(reductions, "issue_reduce_scatters", _pack_on_lane), mixed),
     "sums are scaled before they are there": Fault(
-        asynchronous(replace(collectives.Scaled, "wait", _scaled_too_early)), scaled
+        asynchronous(replace(collectives, "HostWork", _FinishedTooEarly)), scaled
     ),
     "the host reads gradients that are on their way": Fault(
         replace(memory, "_synchronize", lambda event: None), offloaded

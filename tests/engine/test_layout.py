@@ -54,7 +54,7 @@ def layouts(draw: st.DrawFn) -> tuple[PerParameterLayout, torch.dtype]:
     """A layout of such parameters, with thresholds at which some travel directly."""
     dtype = draw(DTYPES)
     layout = PerParameterLayout.build(
-        draw(parameter_shapes()),
+        tuple(draw(parameter_shapes())),
         world_size=draw(WORLDS),
         itemsize=dtype.itemsize,
         direct_bytes=draw(st.sampled_from([0, 16, 64, 10**9])),
@@ -199,9 +199,9 @@ def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
     parameters: list[ParameterShape], ranks: int, multiple: int, direct_bytes: int
 ) -> None:
     """For k | N nothing over k ranks exceeds that over N, so the k-layout fits N's full buffer and fills it alike."""
-    larger = PerParameterLayout.build(parameters, world_size=ranks * multiple, itemsize=2, direct_bytes=64)
+    larger = PerParameterLayout.build(tuple(parameters), world_size=ranks * multiple, itemsize=2, direct_bytes=64)
     layout = PerParameterLayout.build(
-        parameters, world_size=ranks, itemsize=2, direct_bytes=direct_bytes, within=larger
+        tuple(parameters), world_size=ranks, itemsize=2, direct_bytes=direct_bytes, within=larger
     )
     assert layout.unsharded_numel == larger.unsharded_numel
     assert layout == larger or multiple > 1 or direct_bytes != 64
@@ -215,7 +215,7 @@ def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
 def test_a_message_of_single_elements_has_no_gaps() -> None:
     """Sixteen norms of fewer elements than ranks make a message of sixteen elements per rank."""
     shapes = [ParameterShape(f"norm{i}", (4096,), (1,)) for i in range(16)]
-    layout = PerParameterLayout.build(shapes, world_size=16384, itemsize=4, direct_bytes=1 << 15)
+    layout = PerParameterLayout.build(tuple(shapes), world_size=16384, itemsize=4, direct_bytes=1 << 15)
     assert layout.message_numel == 16 and [slot.shard_offset for slot in layout.slots] == list(range(16))
 
 
@@ -232,7 +232,7 @@ def test_a_layout_costs_the_same_for_any_number_of_ranks() -> None:
         shapes = [ParameterShape("w", (1 << 20, 8), (8, 1)), ParameterShape("b", (1 << 20,), (1,))]
         sys.setprofile(seen)
         try:
-            PerParameterLayout.build(shapes, world_size=world_size, itemsize=4, direct_bytes=16)
+            PerParameterLayout.build(tuple(shapes), world_size=world_size, itemsize=4, direct_bytes=16)
         finally:
             sys.setprofile(None)
         return count
@@ -275,13 +275,13 @@ def test_dense_strides_are_told_from_others(shape: tuple[int, ...], stride: tupl
 
 def make(**options: Any) -> PerParameterLayout:
     shapes = [ParameterShape("w", (64, 8), (8, 1)), ParameterShape("b", (7,), (1,)), ParameterShape("s", (), ())]
-    return PerParameterLayout.build(shapes, world_size=2, itemsize=4, direct_bytes=512, **options)
+    return PerParameterLayout.build(tuple(shapes), world_size=2, itemsize=4, direct_bytes=512, **options)
 
 
 def slot_of(shape: tuple[int, ...], stride: tuple[int, ...], cut: int, world_size: int, direct_bytes: int = 0) -> Slot:
     """The slot of one fp32 parameter; unless said otherwise a message of its own always pays."""
     parameter = ParameterShape("w", shape, stride, cut=cut)
-    layout = PerParameterLayout.build([parameter], world_size=world_size, itemsize=4, direct_bytes=direct_bytes)
+    layout = PerParameterLayout.build((parameter,), world_size=world_size, itemsize=4, direct_bytes=direct_bytes)
     return layout.slots[0]
 
 
@@ -332,7 +332,7 @@ def test_a_buffer_that_does_not_fit_is_refused() -> None:
 
     def build(world_size: int, *rows: int, **options: Any) -> PerParameterLayout:
         shapes = [ParameterShape(f"p{i}", (size, 16), (16, 1)) for i, size in enumerate(rows)]
-        return PerParameterLayout.build(shapes, world_size=world_size, itemsize=4, direct_bytes=0, **options)
+        return PerParameterLayout.build(tuple(shapes), world_size=world_size, itemsize=4, direct_bytes=0, **options)
 
     with pytest.raises(ValueError, match="expected a layout of the same 2 parameters, found one of 1"):
         build(2, 4, 4, within=build(4, 4))
@@ -381,7 +381,7 @@ def test_flattened_parameters_are_aligned() -> None:
     result = doctest.testmod(per_parameter)
     assert result.attempted >= 4 and result.failed == 0
     shapes = [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,)), ParameterShape("c", (2,), (1,))]
-    assert [slot.unsharded_offset for slot in FlatLayout.build(shapes, world_size=2).slots] == [0, 12, 16]
+    assert [slot.unsharded_offset for slot in FlatLayout.build(tuple(shapes), world_size=2).slots] == [0, 12, 16]
 
 
 @given(
@@ -400,7 +400,7 @@ def test_ragged_slices_end_between_granules(
     """
     parameters = [dataclasses.replace(each, replicated=False, cut=0) for each in parameters]
     granularities = chosen[: len(parameters)]
-    make = partial(ragged_layout, parameters, granularities, world_size=world_size, alignment=alignment)
+    make = partial(ragged_layout, tuple(parameters), tuple(granularities), world_size=world_size, alignment=alignment)
     layout, usual = make(first_rank=first_rank), make()
     whole = all(granule_of(p, g) >= p.numel for p, g in zip(parameters, granularities, strict=True))
     for rank, shards in enumerate(map(usual.shards, range(world_size))):
@@ -459,7 +459,7 @@ def test_padding_of_ragged_slices(name: str) -> None:
     total = sum(each.numel for each in parameters)
     for ranks, by_rows in zip((8, 64, 128, 1024), ROWS[name], strict=True):
         for granularity, most in (("element", 0.002), ("row", by_rows)):
-            found = ragged_layout(parameters, [granularity] * len(parameters), world_size=ranks, alignment=8)
+            found = ragged_layout(tuple(parameters), (granularity,) * len(parameters), world_size=ranks, alignment=8)
             assert found.padding / total <= most, (ranks, granularity, found.padding / total)
 
 
@@ -467,12 +467,14 @@ def test_whole_matrices_on_ranks() -> None:
     """Figures of docs/design/ragged.md: padding, and the work of Muon on the busiest rank, of the mean."""
     block = _llama(4096, 14336)
     for blocks, size in ((1, 2.154), (2, 1.077)):
-        layout = ragged_layout(block * blocks, ["parameter"] * len(block) * blocks, world_size=8, alignment=8)
+        layout = ragged_layout(tuple(block * blocks), ("parameter",) * len(block) * blocks, world_size=8, alignment=8)
         assert layout.unsharded_numel / sum(each.numel for each in block * blocks) == pytest.approx(size, abs=1e-3)
     for step, most in ((0, 2.218), (1, 1.0)):
         work = [0] * 8
         for first_rank in (step * number for number in range(32)):
-            layout = ragged_layout(block, ["parameter"] * len(block), world_size=8, alignment=8, first_rank=first_rank)
+            layout = ragged_layout(
+                tuple(block), ("parameter",) * len(block), world_size=8, alignment=8, first_rank=first_rank
+            )
             for rank in range(8):
                 held = zip(layout.slots, layout.shards(rank), strict=True)
                 shapes = [slot.parameter.shape for slot, shard in held if shard.numel]
@@ -486,7 +488,7 @@ def test_ragged_pictures_and_errors() -> None:
     assert result.attempted >= 2 and result.failed == 0
     for wrong in ("rows", 0, True, 1.5):
         with pytest.raises(ValueError, match=f"w: granularity: expected one of 'element', .* found {wrong!r}"):
-            ragged_layout(_shapes(w=(2, 2)), [wrong], world_size=2)  # type: ignore[list-item]
+            ragged_layout(tuple(_shapes(w=(2, 2))), (wrong,), world_size=2)  # type: ignore[list-item]
 
 
 def test_ranges_inside_of_one_row() -> None:

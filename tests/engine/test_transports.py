@@ -536,6 +536,10 @@ def test_nccl_divides_by_itself_where_it_may(
     reduction = nccl_reduction(dtype, scaling, 8)
     assert reduction.op == op
     assert (reduction.before, reduction.after) == (before, after)
+    # Torch says that premultiplied sums are equal whatever they multiply by.
+    halves, thirds = (nccl_reduction(torch.float32, GradScaling(after=n), 8) for n in (2, 3))
+    options = collective._reduce_scatter_options
+    assert halves.op == thirds.op and options(halves, False) is not options(thirds, False)
     # Its average over a single rank is not to be relied on; a sum is the same there.
     assert nccl_reduction(torch.float32, GradScaling(after=1), 1).op == ReduceOp.SUM
 

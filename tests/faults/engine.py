@@ -67,10 +67,10 @@ FAULTS: list[Fault] = [
         ("engine/test_transports.py",),
     ),
     Fault(
-        "comm/custom.py",
-        "            return [Scaled([work], [(operand.shard, 1 / scaling.after)])]\n",
-        "            return [work]\n",
-        "A custom reduce-scatter that returns a work leaves sums instead of means.",
+        "comm/collective.py",
+        "            return [finished]\n",
+        "            return works\n",
+        "A reduce-scatter that returns a work, of the back end or of the user, leaves sums instead of means.",
         ("engine/test_custom_collectives.py",),
     ),
     Fault(

@@ -34,8 +34,7 @@ from wrapped import (
 from compare import assert_equal
 from fullshard import FullshardError, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.comm import CommRequest, GradScaling, Operand, make_transport, record
-from fullshard.comm.hooked import HookedTransport
+from fullshard.comm import CommRequest, GradScaling, HookedTransport, Operand, make_transport, record
 from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 

@@ -61,7 +61,7 @@ def layouts(draw: st.DrawFn) -> tuple[FlatLayout, int]:
         parameters.append(ParameterShape(f"p{index}", tuple(shape), tuple(stride)))
     alignment = draw(st.sampled_from([1, 2, 4, 8, 16]))
     world_size = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 13]))
-    return FlatLayout.build(parameters, world_size=world_size, alignment=alignment), alignment
+    return FlatLayout.build(tuple(parameters), world_size=world_size, alignment=alignment), alignment
 
 
 def whole(numels: list[int], world_size: int, alignment: int) -> list[tuple[int, int] | None]:
@@ -106,7 +106,9 @@ def test_slices_are_those_of_the_concatenation(drawn: tuple[FlatLayout, int]) ->
         shards = {slot.parameter.fqn: slot.shard(rank) for slot in layout.slots}
         assert held == {fqn: (p.start, p.start + p.numel) for fqn, p in shards.items() if p.numel}
     assert len(lines) == layout.world_size
-    again = FlatLayout.build([s.parameter for s in layout.slots], world_size=layout.world_size, alignment=alignment)
+    again = FlatLayout.build(
+        tuple(s.parameter for s in layout.slots), world_size=layout.world_size, alignment=alignment
+    )
     assert again == layout and hash(again) == hash(layout)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.slice_numel = 0  # type: ignore[misc]
@@ -132,7 +134,7 @@ def test_worked_examples(
     sizes: list[tuple[int, ...]], slice_numel: int, shards: list[list[tuple[int, int, int]]]
 ) -> None:
     """Examples worked out by hand, for two ranks and 4-byte elements."""
-    layout = FlatLayout.build(shapes(*sizes), world_size=2)
+    layout = FlatLayout.build(tuple(shapes(*sizes)), world_size=2)
     assert layout.slice_numel == slice_numel
     assert [[tuple(slot.shard(rank)) for slot in layout.slots] for rank in range(2)] == shards
 
@@ -143,7 +145,7 @@ def test_invalid_layouts_are_refused() -> None:
     The picture in the docstring is what is printed.
     """
     first, second = shapes((3,), (3,))
-    with pytest.raises(ValueError, match=r"p1 at 2 overlaps the parameter that ends at 3"):
+    with pytest.raises(ValueError, match=r"p1 at 2 overlaps p0, which ends at 3"):
         FlatLayout((FlatSlot(first, 0, 3), FlatSlot(second, 2, 3)), 2, 3)
     with pytest.raises(ValueError, match=r"p1"):
         FlatLayout((FlatSlot(first, 0, 2), FlatSlot(second, 3, 2)), 2, 2)

@@ -1,11 +1,11 @@
 """Transports carry out the all-gathers and reductions of a bucket on a given backend and mesh axis.
 
-- ``base.py``         the interface: operands, requests, scaling; recording of collectives
-- ``single_rank.py``  one rank: nothing is sent
+- ``base.py``         the interface: operands, requests, scaling; recording of collectives; a single rank
 - ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
 - ``hosts.py``        which ranks share a host, and who passes messages on
 - ``group_costs.py``  which shards NCCL sends packed
-- ``custom.py``, ``pooled.py``, ``hooked.py``  custom collectives, memory and communication hooks
+- ``custom.py``       custom collectives and communication hooks of users
+- ``pooled.py``       custom collectives in memory of NCCL's
 - ``quantized/``      quantized communication, for slow networks
 - ``mesh.py``         the axes of a mesh with their transports; ``groups.py``  subgroups of a process group
 """
@@ -20,6 +20,7 @@ from fullshard.comm.base import (
     CommRequest,
     GradScaling,
     Operand,
+    SingleRankTransport,
     Slice,
     Transport,
     launch_all,
@@ -27,17 +28,15 @@ from fullshard.comm.base import (
     slices_of,
 )
 from fullshard.comm.collective import CollectiveTransport, NcclTransport, PythonGroupTransport
-from fullshard.comm.custom import AllGather, Comm, CustomTransport, ReduceScatter
+from fullshard.comm.custom import AllGather, Comm, CustomTransport, HookedTransport, ReduceScatter
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.groups import part_of
-from fullshard.comm.hooked import HookedTransport
 from fullshard.comm.pooled import (
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
 )
-from fullshard.comm.single_rank import SingleRankTransport
 
 __all__ = [
     "AllGather",

@@ -6,11 +6,9 @@ Also for process groups without a backend of c10d, such as those written in Pyth
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -25,81 +23,32 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, issue_all
 from fullshard.comm.group_costs import smallest_direct
 from fullshard.comm.groups import part_of
-from fullshard.memory import Work
+from fullshard.memory import HostWork, Work
 
 __all__ = [
     "CollectiveTransport",
     "NcclTransport",
     "PythonGroupTransport",
     "Reduction",
-    "Scaled",
-    "all_gather_base",
-    "all_gather_flat",
+    "all_gather_single",
     "nccl_reduction",
-    "reduce_scatter_base",
+    "reduce_scatter_single",
 ]
 
 # Dtypes that every backend can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
-# Renamed in torch 2.13, which warns at the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Renamed in torch 2.13, which warns at the old names. They run on any process group. For groups with a backend of c10d,
+# transports call the groups' own methods: the same in all versions of torch, and half the host time.
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
-@functools.cache
-def _all_gather_options(async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return options
-
-
-# The groups' own methods: they are the same in all versions of torch, and cost half the host time of the functions of
-# torch.distributed.
-def all_gather_base(
-    group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor, *, async_op: bool = True
-) -> dist.Work | None:
-    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a backend of c10d's.
-
-    Without ``async_op`` it runs on the current stream, in order, and NCCL returns no work.
-    """
-    return group._allgather_base(unsharded, shard, _all_gather_options(async_op))
-
-
-def reduce_scatter_base(
-    group: dist.ProcessGroup,
-    shard: torch.Tensor,
-    unsharded: torch.Tensor,
-    op: ReduceOp | ReduceOp.RedOpType,
-    *,
-    async_op: bool = True,
-) -> dist.Work | None:
-    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a backend of c10d's.
-
-    Without ``async_op`` it runs on the current stream, in order, and NCCL returns no work.
-    """
-    return group._reduce_scatter_base(shard, unsharded, _reduce_scatter_options(op, async_op))
-
-
-def _reduce_scatter_options(op: ReduceOp | ReduceOp.RedOpType, async_op: bool) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
-    return options
-
-
-def all_gather_flat(group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor) -> Work:
-    """Start an all-gather on any process group.
-
-    Args:
-        group: The ranks.
-        unsharded: Is filled: ``world_size * numel`` elements, flat.
-        shard: This rank's, ``numel`` elements of the same dtype, flat.
-    """
-    work: Work = _all_gather(unsharded, shard, group=group, async_op=True)
-    return work
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # operations that multiply by different factors compare equal in torch
 class Reduction:
     """How a ``GradScaling`` is carried out.
 
@@ -113,36 +62,20 @@ class Reduction:
     before: float
     after: float
 
-    @functools.cached_property
-    def synchronous(self) -> ReduceScatterOptions:
-        """Options of a reduce-scatter on the current stream: made once, because that takes as long as the call."""
-        return _reduce_scatter_options(self.op, async_op=False)
 
-    @functools.cached_property
-    def asynchronous(self) -> ReduceScatterOptions:
-        """Options of a reduce-scatter on a stream of the backend."""
-        return _reduce_scatter_options(self.op, async_op=True)
+# Options are made once, because that takes as long as the call.
+@lru_cache
+def _all_gather_options(asynchronous: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = asynchronous
+    return options
 
 
-class Scaled:
-    """Multiplies results once the works that bring them are done.
-
-    Args:
-        works: The reductions in flight.
-        results: Pairs of a tensor and its factor.
-    """
-
-    __slots__ = ("_results", "_works")
-
-    def __init__(self, works: Iterable[Work], results: Iterable[tuple[torch.Tensor, float]]) -> None:
-        self._works, self._results = list(works), list(results)
-
-    def wait(self) -> None:
-        """Wait, then multiply (on accelerators: enqueue that on the current stream)."""
-        for work in self._works:
-            work.wait()
-        for tensor, factor in self._results:
-            tensor.mul_(factor)
+@lru_cache
+def _reduce_scatter_options(reduction: Reduction, asynchronous: bool) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = reduction.op, asynchronous
+    return options
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:
@@ -161,12 +94,6 @@ class CollectiveTransport(Transport):
     # Run collectives on a stream of the backend, which the caller's stream waits for. False: on the caller's stream.
     asynchronous: bool = True
 
-    _reductions: dict[tuple[torch.dtype, GradScaling], Reduction]
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._reductions = {}
-
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = [operand for request in requests for operand in request.operands if operand.unsharded.numel()]
         return self._together(self.group, operands, self._issue_gather)
@@ -181,11 +108,8 @@ class CollectiveTransport(Transport):
         return self._summed(self.reduce_group, requests, self._issue_reduce_scatter)
 
     def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
-        options = reduction.asynchronous if self.asynchronous else reduction.synchronous
-        shard, unsharded = operand.shard, operand.unsharded
-        if shard.is_complex():
-            shard, unsharded = _real(shard), _real(unsharded)
-        return self.reduce_group._reduce_scatter_base(shard, unsharded, options)
+        options = _reduce_scatter_options(reduction, self.asynchronous)
+        return self.reduce_group._reduce_scatter_base(_real(operand.shard), _real(operand.unsharded), options)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.group, requests, self._issue_all_reduce)
@@ -201,11 +125,12 @@ class CollectiveTransport(Transport):
         requests: Sequence[CommRequest],
         issue: Callable[[Operand, Reduction], Work | None],
     ) -> Sequence[Work]:
-        reductions: list[tuple[Operand, Reduction]] = []
-        for _, operands, scaling in requests:
-            dtypes = {operand.shard.dtype for operand in operands}
-            by_dtype = {dtype: self._reduction_of(dtype, scaling) for dtype in dtypes}
-            reductions += [(each, by_dtype[each.shard.dtype]) for each in operands if each.unsharded.numel()]
+        reductions = [
+            (operand, self._reduction(operand.shard.dtype, scaling))
+            for _, operands, scaling in requests
+            for operand in operands
+            if operand.unsharded.numel()
+        ]
         # Ahead of the launch: nothing but collectives may come inside a group call.
         for operand, reduction in reductions:
             if reduction.before != 1:
@@ -215,25 +140,14 @@ class CollectiveTransport(Transport):
         scaled = [(operand.shard, reduction.after) for operand, reduction in reductions if reduction.after != 1]
         if not scaled:
             return works
-        if len(works) != len(reductions):  # one for all of them, or none where they are on the caller's stream
-            finished = Scaled(works, scaled)
-            if works:
-                return [finished]
-            finished.wait()
-            return []
-        return [
-            work if reduction.after == 1 else Scaled([work], [(operand.shard, reduction.after)])
-            for work, (operand, reduction) in zip(works, reductions, strict=True)
-        ]
-
-    def _reduction_of(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
-        """How to carry out ``scaling`` for sums of ``dtype``: the same object every time."""
-        found = self._reductions.get((dtype, scaling))
-        if found is None:
-            found = self._reductions[dtype, scaling] = self._reduction(dtype, scaling)
-        return found
+        finished = HostWork(works, partial(_scale, scaled))
+        if works:
+            return [finished]
+        finished.wait()  # they are on the caller's stream
+        return []
 
     def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
+        """Return how to carry out ``scaling`` for sums of ``dtype``: the same object every time."""
         return _plain_sum(scaling)
 
     def _together(
@@ -245,6 +159,11 @@ class CollectiveTransport(Transport):
             One work each, one for all, or none if they run on the current stream.
         """
         return issue_all(partial(_issue_one, issue, operand) for operand in operands)
+
+
+def _scale(results: Sequence[tuple[torch.Tensor, float]]) -> None:
+    for tensor, factor in results:
+        tensor.mul_(factor)
 
 
 def _issue_one(issue: Callable[[Operand], Work | None], operand: Operand) -> list[Work]:
@@ -260,11 +179,13 @@ class PythonGroupTransport(CollectiveTransport):
     """
 
     def _issue_gather(self, operand: Operand) -> Work | None:
-        return all_gather_flat(self.group, operand.unsharded.view(torch.uint8), operand.shard.view(torch.uint8))
+        unsharded, shard = operand.unsharded.view(torch.uint8), operand.shard.view(torch.uint8)
+        return all_gather_single(unsharded, shard, group=self.group, async_op=True)
 
     def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
-        work: Work = _reduce_scatter(operand.shard, operand.unsharded, reduction.op, self.reduce_group, async_op=True)
-        return work
+        return reduce_scatter_single(
+            operand.shard, operand.unsharded, reduction.op, group=self.reduce_group, async_op=True
+        )
 
 
 class NcclTransport(CollectiveTransport):
@@ -342,8 +263,9 @@ class NcclTransport(CollectiveTransport):
 _PREMULTIPLIED = frozenset({torch.float32, torch.bfloat16})
 
 
+@lru_cache
 def nccl_reduction(dtype: torch.dtype, scaling: GradScaling, world_size: int) -> Reduction:
-    """How NCCL carries out ``scaling`` over ``world_size`` ranks: AVG or PREMUL_SUM where allowed, else SUM.
+    """Return how NCCL carries out ``scaling`` over ``world_size`` ranks: AVG or PREMUL_SUM where allowed, else SUM.
 
     A premultiplied sum is left to fp32 and bf16, whose range leaves it room; inputs that are divided beforehand
     (fp16) are multiplied explicitly on both sides.
@@ -357,5 +279,6 @@ def nccl_reduction(dtype: torch.dtype, scaling: GradScaling, world_size: int) ->
     return _plain_sum(scaling)
 
 
+@lru_cache
 def _plain_sum(scaling: GradScaling) -> Reduction:
     return Reduction(ReduceOp(ReduceOp.SUM), 1 / scaling.before, 1 / scaling.after)

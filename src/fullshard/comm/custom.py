@@ -1,25 +1,26 @@
-"""Custom collectives and memory of users: the interfaces, and the transport that calls them.
+"""Collectives that users bring: custom collectives with memory of their own, and communication hooks.
 
-The interfaces have the names and signatures of those in torch.distributed.fsdp, so that objects written for one work
-with the other. Objects need not inherit from them: any callable object with ``allocate`` works.
+The interfaces of custom collectives have the names and signatures of those in torch.distributed.fsdp, so that objects
+written for one work with the other. Objects need not inherit from them: any callable object with ``allocate`` works.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, WrappingTransport, issue_all
-from fullshard.comm.collective import Scaled
+from fullshard.comm.collective import CollectiveTransport, Reduction, nccl_reduction
 from fullshard.memory import Work
 
-__all__ = ["AllGather", "Comm", "CustomTransport", "ReduceScatter"]
+__all__ = ["AllGather", "Comm", "CustomTransport", "HookedTransport", "ReduceScatter"]
 
 
 class Comm(ABC):
@@ -116,7 +117,7 @@ class ReduceScatter(Comm):
         """
 
 
-class CustomTransport(WrappingTransport):
+class CustomTransport(WrappingTransport, CollectiveTransport):
     """A transport with some collectives replaced by custom ones.
 
     ``direct_bytes`` is larger than any size, so that everything a bucket sends is one packed operand in the memory that
@@ -194,44 +195,111 @@ class CustomTransport(WrappingTransport):
             release(memory)
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        all_gather = self.custom_all_gather
-        if all_gather is None:
+        if self.custom_all_gather is None:
             return self.base._all_gather(requests)
-
-        def issue(operand: Operand) -> Sequence[Work]:
-            work = all_gather(
-                output_tensor=operand.unsharded, input_tensor=operand.shard, group=self.group, async_op=True
-            )
-            return [] if work is None else [work]
-
-        return issue_all(partial(issue, operand) for request in requests for operand in request.operands)
+        return CollectiveTransport._all_gather(self, requests)
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        reduce_scatter = self.custom_reduce_scatter
-        if reduce_scatter is None:
+        if self.custom_reduce_scatter is None:
             return self.base._reduce_scatter(requests)
+        return CollectiveTransport._reduce_scatter(self, requests)
 
-        return issue_all(
-            partial(self._issue, reduce_scatter, operand, request.scaling)
-            for request in requests
-            for operand in request.operands
+    def _issue_gather(self, operand: Operand) -> Work | None:
+        assert self.custom_all_gather is not None
+        return self.custom_all_gather(
+            output_tensor=operand.unsharded, input_tensor=operand.shard, group=self.group, async_op=True
         )
 
-    def _issue(self, reduce_scatter: ReduceScatter, operand: Operand, scaling: GradScaling) -> Sequence[Work]:
-        averages = self.base.averages and scaling.native and scaling.before == 1 and scaling.after == self.world_size
-        if scaling.before != 1:
-            operand.unsharded.mul_(1 / scaling.before)
-        work = reduce_scatter(
+    def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
+        assert self.custom_reduce_scatter is not None
+        return self.custom_reduce_scatter(
             output_tensor=operand.shard,
             input_tensor=operand.unsharded,
             group=self.base.reduce_group,
-            op=ReduceOp.AVG if averages else ReduceOp.SUM,
+            op=reduction.op.op,  # type: ignore[attr-defined]
             async_op=True,
         )
-        if work is not None and (averages or scaling.after == 1):
-            return [work]
-        if work is not None:
-            return [Scaled([work], [(operand.shard, 1 / scaling.after)])]
-        if not averages and scaling.after != 1:
-            operand.shard.mul_(1 / scaling.after)
+
+    def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
+        if self.base.averages and scaling == GradScaling(after=self.world_size):
+            return nccl_reduction(dtype, scaling, self.world_size)
+        return super()._reduction(dtype, scaling)
+
+
+class HookedTransport(WrappingTransport):
+    """A transport whose reductions are done by a communication hook, as in torch.distributed.fsdp.
+
+    The hook gets the first operand of every request, which has its gradients. It is called as ``hook(state, unsharded,
+    shard)`` where gradients are sharded and must leave this rank's part of the result in ``shard``; in an all-reduce it
+    is called as ``hook(state, tensor)`` and works in place. Both tensors are flat. The hook scales gradients itself,
+    and may change ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and
+    dtype: the values are copied back.
+
+    The other operands of a request (presence numbers), and all-gathers, are passed on to the base transport.
+    ``direct_bytes`` is larger than any size, so that gradients are one operand.
+
+    A hook is done when it returns; on accelerators it may leave work on the current stream.
+
+    Args:
+        base: The group's own transport.
+        state: First argument of the hook.
+        hook: Function that reduces gradients; the same on all ranks.
+
+    Raises:
+        TypeError: If the hook is not callable.
+    """
+
+    direct_bytes: int = sys.maxsize
+    hooked: bool = True
+
+    state: object
+    hook: Callable[..., Any]
+
+    def __init__(self, base: Transport, state: object, hook: Callable[..., Any]) -> None:
+        if not callable(hook):
+            raise TypeError(
+                "communication hook: expected a function hook(state, gradient, shard), or hook(state, gradient) "
+                f"without a shard axis; found {type(hook).__name__}"
+            )
+        super().__init__(base)
+        self.state, self.hook = state, hook
+
+    def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        return self._reduce(requests, self.base._reduce_scatter, lambda operand: [operand.unsharded, operand.shard])
+
+    def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        return self._reduce(requests, self.base._all_reduce, lambda operand: [operand.unsharded])
+
+    def _reduce(
+        self,
+        requests: Sequence[CommRequest],
+        launch: Callable[[Sequence[CommRequest]], Sequence[Work]],
+        tensors_of: Callable[[Operand], list[torch.Tensor]],
+    ) -> Sequence[Work]:
+        """Send the other operands first, in one launch, so that they are on their way while the hooks run.
+
+        Should a hook raise on this rank only, the others got all that they wait for from the launch.
+        """
+        others = [CommRequest(unit, operands[1:], scaling) for unit, operands, scaling in requests if len(operands) > 1]
+        calls: list[Callable[[], Sequence[Work]]] = [partial(launch, others)] if others else []
+        for unit, operands, _ in requests:
+            if operands and operands[0].unsharded.numel():
+                calls.append(partial(self._call, unit, tensors_of(operands[0])))
+        return issue_all(calls)
+
+    def _call(self, unit: str, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
+        """Call the hook; bring what it left in the last of ``tensors`` back into the memory of that tensor."""
+        given = [tensor.detach() for tensor in tensors]  # objects of its own, which it may give new memory
+        self.hook(self.state, *given)
+        result, target = given[-1], tensors[-1]
+        if result.dtype is not target.dtype or result.numel() != target.numel():
+            name = getattr(self.hook, "__name__", type(self.hook).__name__)
+            raise TypeError(
+                f"communication hook {name}: expected a result of {target.numel()} elements of {target.dtype} for unit "
+                f"{unit or '<root>'!r}, found {result.numel()} of {result.dtype}; a hook that compresses gradients "
+                "must cast the result back. PyTorch's compression hooks do so with "
+                f"LowPrecisionState(group, parameter_type={target.dtype})"
+            )
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result.view(-1))
         return []

@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport
-from fullshard.comm.collective import all_gather_flat
+from fullshard.comm.collective import all_gather_single
 from fullshard.comm.groups import GroupRecord, record_of
 from fullshard.comm.hosts import RelayThread, Routes, this_host
 from fullshard.comm.summation import fold
-from fullshard.memory import HostWork, Work, wait_for_all
-from fullshard.progress import PROGRESS
+from fullshard.memory import HostCommStream, HostWork, Work, wait_for_all
 
 __all__ = ["GlooTransport"]
 
@@ -237,7 +236,7 @@ class GlooTransport(Transport):
         fold([ordered[rank] for rank in sorted(ordered)], target, 1 / scaling.after)
 
     def _exchange(self, kind: str, requests: Sequence[CommRequest]) -> _Exchange:
-        """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
+        """Begin an exchange with the next tag, which is equal on ranks where kind, units and count are."""
         count = self._record.exchanges = (self._record.exchanges + 1) % _COUNTED
         what = "\0".join((kind, *(request.unit for request in requests))).encode()
         tag = _TAG | (zlib.crc32(what) % 0x4000) * _COUNTED | count
@@ -256,13 +255,9 @@ class GlooTransport(Transport):
             return [[rank] for rank in range(self.world_size)]
         own = torch.tensor(list(this_host()), dtype=torch.uint8, device="cpu")
         every = own.new_empty(self.world_size * own.numel())
-        PROGRESS.begin_wait(PROGRESS.launched)
-        try:
-            all_gather_flat(self.group, every, own).wait()
-        except RuntimeError as error:
-            raise PROGRESS.explained(error) from error
-        finally:
-            PROGRESS.end_wait()
+        gathered = all_gather_single(every, own, group=self.group, async_op=True)
+        assert gathered is not None, "an asynchronous collective returns a work"
+        HostCommStream().issue(lambda: [gathered], lambda: None).wait()
         names = [bytes(name.tolist()) for name in every.chunk(self.world_size)]
         return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from fullshard.comm.collective import all_gather_base, reduce_scatter_base
+from fullshard.comm.collective import all_gather_single, reduce_scatter_single
 from fullshard.comm.custom import AllGather, ReduceScatter
 
 __all__ = [
@@ -66,7 +66,7 @@ class ProcessGroupMemoryAllGather(ProcessGroupMemory, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather with the group's backend; arguments as for ``AllGather``."""
-        return _started(all_gather_base(group, output_tensor, input_tensor, async_op=async_op), async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
@@ -81,7 +81,7 @@ class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce-scatter with the group's backend; arguments as for ``ReduceScatter``."""
-        return _started(reduce_scatter_base(group, output_tensor, input_tensor, op, async_op=async_op), async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
 class SymmetricMemory:
@@ -106,11 +106,11 @@ class SymmetricMemory:
     def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
         if backend != "NCCL":
             raise ValueError(f'symmetric memory: expected backend="NCCL", found {backend!r}')
-        found = _cuda_backend(group)
-        if found != "nccl":
+        backends = dist.get_backend_config(group)
+        if not torch.cuda.is_available() or "cuda:nccl" not in backends:
             raise ValueError(
                 "symmetric memory: expected a CUDA device and a process group with the NCCL backend, found "
-                + ("no CUDA device" if found is None else found)
+                + (backends if torch.cuda.is_available() else "no CUDA device")
             )
         self.group, self._free = group, {}
         import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
@@ -165,7 +165,7 @@ class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
         own = output_tensor.narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)  # both ends have to be symmetric
-        return _started(all_gather_base(group, output_tensor, own, async_op=async_op), async_op)
+        return all_gather_single(output_tensor, own, group=group, async_op=async_op)
 
 
 class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
@@ -186,24 +186,7 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         """
         # Both ends have to be symmetric, and the output is a gradient that outlives the message.
         output = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-        _started(reduce_scatter_base(group, output, input_tensor, op, async_op=False), async_op=False)
+        reduce_scatter_single(output, input_tensor, op, group=group)
         output_tensor.copy_(output)
         self.release(output)
         return None
-
-
-def _started(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    if async_op or work is None:  # NCCL returns none of what runs on the current stream
-        return work
-    work.wait()
-    return None
-
-
-def _cuda_backend(group: dist.ProcessGroup) -> str | None:
-    """Return the backend that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return group._get_backend(torch.device("cuda")).name().lower()
-    except RuntimeError:  # the group has none for CUDA
-        return "a process group for CPU tensors only"

@@ -411,7 +411,7 @@ def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> 
     )
     settings.reduction = replace(settings.reduction)
     quantization = settings.collectives.quantization
-    own = None if quantization is None else quantization.copy()
+    own = None if quantization is None else replace(quantization)  # nothing was communicated there
     settings.collectives = replace(settings.collectives, quantization=own)
     policy = unit.policy._replace(form=unit.policy.form.copy_for(memo))
     return Unit(modules, unit.mesh, [p.copy_for(memo) for p in unit.parameters], policy, settings)

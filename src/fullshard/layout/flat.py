@@ -3,7 +3,7 @@
 Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
 
 >>> layout = FlatLayout.build(
-...     [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))],
+...     (ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))),
 ...     world_size=2)
 >>> print(layout.picture())
 unsharded      | w 0..8             | b 12..14           | 16 elements, 4 of them padding
@@ -17,12 +17,11 @@ anywhere inside it: it is 1-D, and knows nothing of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, built_once, picture_lines, span
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, check_disjoint, picture_lines, span
 
 __all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
@@ -67,15 +66,15 @@ class FlatLayout:
     slice_numel: int  # of every rank's shard buffer
 
     @classmethod
-    @built_once
+    @lru_cache(maxsize=LAYOUTS_KEPT)
     def build(
         cls,
-        parameters: Sequence[ParameterShape],
+        parameters: tuple[ParameterShape, ...],
         *,
         world_size: int,
         alignment: int = 4,
     ) -> FlatLayout:
-        """Lay out ``parameters``.
+        """Lay out ``parameters``; equal arguments give the same object.
 
         Args:
             parameters: In model order.
@@ -95,20 +94,13 @@ class FlatLayout:
         return hash((self.slice_numel, self.world_size, len(self.slots)))
 
     def __post_init__(self) -> None:
-        end = 0
-        for slot in self.in_memory_order:
-            fqn, numel = slot.parameter.fqn, slot.parameter.numel
-            if slot.unsharded_offset < end:
-                raise ValueError(
-                    f"unsharded buffer: {fqn} at {slot.unsharded_offset} overlaps the parameter that ends at {end}"
-                )
+        for slot in self.slots:
             if slot.slice_numel != self.slice_numel:
-                raise ValueError(f"{fqn}: expected slices of {self.slice_numel} elements, found {slot.slice_numel}")
-            end = slot.unsharded_offset + numel
-            if end > self.unsharded_numel:
                 raise ValueError(
-                    f"unsharded buffer: {fqn} ends at {end}, beyond the {self.unsharded_numel} elements of all slices"
+                    f"{slot.parameter.fqn}: expected slices of {self.slice_numel} elements, found {slot.slice_numel}"
                 )
+        extents = ((slot.unsharded_offset, slot.parameter.numel, slot.parameter.fqn, 1) for slot in self.slots)
+        check_disjoint(extents, self.unsharded_numel, "unsharded buffer")
 
     @property
     def in_memory_order(self) -> list[FlatSlot]:

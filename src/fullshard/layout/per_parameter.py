@@ -3,7 +3,7 @@
 Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
 
 >>> layout = PerParameterLayout.build(
-...     [ParameterShape("w", (4, 4), (4, 1)), ParameterShape("b", (3,), (1,))],
+...     (ParameterShape("w", (4, 4), (4, 1)), ParameterShape("b", (3,), (1,))),
 ...     world_size=2, itemsize=4, direct_bytes=32, alignment_bytes=16)
 >>> print(layout.picture())
 unsharded      | w 0..15            | b 16..18 -         |
@@ -21,7 +21,7 @@ where columns are cut, each shard is made contiguous and sent packed. Such a par
 unsharded buffer, whereas every rank's shard takes the size of the largest:
 
 >>> columns = PerParameterLayout.build(
-...     [ParameterShape("w", (2, 3), (3, 1), cut=1)], world_size=2, itemsize=4, direct_bytes=0, alignment_bytes=16)
+...     (ParameterShape("w", (2, 3), (3, 1), cut=1),), world_size=2, itemsize=4, direct_bytes=0, alignment_bytes=16)
 >>> print(columns.picture())
 unsharded      | w 0..5             |
 rank 0 shard   | w[:, 0:2] 0..3     |
@@ -34,10 +34,9 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from functools import cached_property, lru_cache
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -46,7 +45,7 @@ __all__ = [
     "PerParameterLayout",
     "Route",
     "Slot",
-    "built_once",
+    "check_disjoint",
     "direct_shards",
     "is_row_major",
 ]
@@ -54,24 +53,6 @@ __all__ = [
 # Layouts, and values computed from them, that are kept for other buckets of the same parameters: most models have a
 # few kinds of blocks.
 LAYOUTS_KEPT = 256
-
-_Layout = TypeVar("_Layout")
-_Choices = ParamSpec("_Choices")
-_Build = Callable[Concatenate[type[_Layout], Sequence["ParameterShape"], _Choices], _Layout]
-
-
-def built_once(build: _Build[_Layout, _Choices]) -> _Build[_Layout, _Choices]:
-    """Have ``build`` return the layout that it has returned before for equal parameters and choices."""
-    cached = lru_cache(maxsize=LAYOUTS_KEPT)(build)
-
-    @wraps(build)
-    def find(
-        cls: type[_Layout], parameters: Sequence[ParameterShape], *args: _Choices.args, **kwargs: _Choices.kwargs
-    ) -> _Layout:
-        return cached(cls, tuple(parameters), *args, **kwargs)  # type: ignore[arg-type]
-
-    return find  # type: ignore[return-value] # mypy does not know what wraps returns
-
 
 # Vectorized CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
@@ -250,10 +231,10 @@ class PerParameterLayout:
     unsharded_numel: int
 
     @classmethod
-    @built_once
+    @lru_cache(maxsize=LAYOUTS_KEPT)
     def build(
         cls,
-        parameters: Sequence[ParameterShape],
+        parameters: tuple[ParameterShape, ...],
         *,
         world_size: int,
         itemsize: int,
@@ -261,7 +242,7 @@ class PerParameterLayout:
         alignment_bytes: int = ALIGNMENT_BYTES,
         within: PerParameterLayout | None = None,
     ) -> PerParameterLayout:
-        """Lay out ``parameters``.
+        """Lay out ``parameters``; equal arguments give the same object.
 
         Args:
             parameters: In model order.
@@ -325,8 +306,8 @@ class PerParameterLayout:
             (s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
             for s in self.slots
         ]
-        _check_disjoint(unsharded, self.unsharded_numel, "unsharded buffer")
-        _check_disjoint(shard, self.shard_numel, "shard buffer")
+        check_disjoint(unsharded, self.unsharded_numel, "unsharded buffer")
+        check_disjoint(shard, self.shard_numel, "shard buffer")
         for slot in self.slots:
             held = slot.local_rows(slot.world_size - 1)[1]  # every rank begins where the one before it ends
             if slot.route is not Route.REPLICATED and (held != slot.rows or slot.world_size != self.world_size):
@@ -418,7 +399,7 @@ def _shard_alignment(numel: int, alignment: int) -> int:
     return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
 
 
-def _check_disjoint(extents: Sequence[tuple[int, int, str, int]], size: int, buffer: str) -> None:
+def check_disjoint(extents: Iterable[tuple[int, int, str, int]], size: int, buffer: str) -> None:
     """Raise unless all extents (offset, elements, name, alignment) are aligned, within ``size`` and without overlap."""
     end, previous = 0, "its start"
     for offset, numel, name, alignment in sorted(extent for extent in extents if extent[1]):

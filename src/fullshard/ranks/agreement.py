@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import errors
-from fullshard.comm.collective import all_gather_flat
+from fullshard.comm.collective import all_gather_single
 from fullshard.errors import FullshardError
 
 __all__ = [
@@ -90,7 +90,7 @@ def differs(value: object, group: dist.ProcessGroup | None) -> bool:
     device = "cpu" if "cpu" in devices or not devices else devices[0]
     own = torch.tensor(list(digest_of(value)), dtype=torch.uint8, device=device)
     everyone = own.new_empty(group.size() * own.numel())
-    all_gather_flat(group, everyone, own).wait()
+    all_gather_single(everyone, own, group=group)
     return bool((everyone.view(group.size(), -1) != own).any())
 
 

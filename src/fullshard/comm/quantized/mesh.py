@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fullshard.comm.base import Kind, Transport
@@ -14,29 +15,27 @@ __all__ = ["Axis", "MeshQuantization"]
 Axis = Literal["shard", "replicate"]
 
 
+@dataclass
 class MeshQuantization:
     """The quantized communication of one unit. An axis in full precision is only counted.
 
     Args:
         shard: For the shard axis; None: full precision.
         replicate: For the replicate axis; None: full precision.
+        traffic: Bytes received since it was made.
     """
 
-    policies: dict[Axis, CommQuantization]
-    traffic: dict[Axis, dict[Kind, Traffic]]
-
-    def __init__(self, shard: CommQuantization | None, replicate: CommQuantization | None) -> None:
-        self.policies = {"shard": shard or CommQuantization(), "replicate": replicate or CommQuantization()}
-        self.traffic = {"shard": {}, "replicate": {}}
-
-    def copy(self) -> MeshQuantization:
-        """The same choice, for another unit; nothing was communicated there."""
-        return MeshQuantization(self.policies["shard"], self.policies["replicate"])
+    shard: CommQuantization | None
+    replicate: CommQuantization | None
+    traffic: dict[Axis, dict[Kind, Traffic]] = field(default_factory=lambda: {"shard": {}, "replicate": {}}, init=False)
 
     def on(self, mesh: ShardMesh) -> ShardMesh:
-        """The same ranks with transports that quantize. Values that leave the model are sent exactly."""
-        shard, replicas = self._over(mesh.transport, "shard"), self._over(mesh.replica_transport, "replicate")
+        """Return the same ranks with transports that quantize. Values that leave the model are sent exactly."""
+        shard = self._over(mesh.transport, self.shard, "shard")
+        replicas = self._over(mesh.replica_transport, self.replicate, "replicate")
         return mesh.with_transports(shard, replicas, exact=mesh.transport)
 
-    def _over(self, base: Transport, axis: Axis) -> Transport:
-        return base if base.world_size == 1 else QuantizedTransport(base, self.policies[axis], self.traffic[axis])
+    def _over(self, base: Transport, policy: CommQuantization | None, axis: Axis) -> Transport:
+        if base.world_size == 1:
+            return base
+        return QuantizedTransport(base, policy or CommQuantization(), self.traffic[axis])

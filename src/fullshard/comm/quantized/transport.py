@@ -47,7 +47,7 @@ from fullshard.comm.base import (
 )
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.quantized.blocks import BlockFormat
-from fullshard.memory import Work
+from fullshard.memory import HostWork, Work
 from fullshard.policy import CommQuantization
 from fullshard.progress import PROGRESS
 
@@ -107,12 +107,12 @@ class QuantizedTransport(WrappingTransport):
             return self.base._all_gather(plain)
         with torch.inference_mode(False), torch.no_grad():
             sent = layout.message(1)
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
             arrived = layout.message(self.world_size)
             rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
         works = self.base._all_gather([*plain, rows])
         finish = partial(layout.read, arrived, lambda operand: _by_rank(operand, self.world_size))
-        return [*works, _Finish(finish, sent)]
+        return [HostWork(works, partial(_finish, finish, sent))]
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         layout, plain, _ = self._sort("reduce_scatter", requests)
@@ -121,8 +121,8 @@ class QuantizedTransport(WrappingTransport):
         rank, peers = self.rank, self.world_size - 1
         with torch.inference_mode(False), torch.no_grad():
             sent, arrived = layout.message(peers), layout.message(peers)
-            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank])
-            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :])
+            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank], self._encode)
+            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :], self._encode)
         sizes = [0 if peer == rank else layout.nbytes for peer in range(peers + 1)]
         works = issue_all(
             [
@@ -130,7 +130,7 @@ class QuantizedTransport(WrappingTransport):
                 partial(_all_to_all, self.base, self.base.reduce_group, layout.unit, arrived, sent, sizes),
             ]
         )
-        return [*works, _Finish(partial(layout.add_up, arrived, rank), sent)]
+        return [HostWork(works, partial(_finish, partial(layout.add_up, arrived, rank), sent))]
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         layout, plain, _ = self._sort("all_reduce", requests)
@@ -149,7 +149,7 @@ class QuantizedTransport(WrappingTransport):
                 partial(_all_to_all, self.base, self.base.group, layout.unit, arrived, sent, []),
             ]
         )
-        return [*works, _Finish(partial(self._spread_sums, layout, arrived, sent))]
+        return [HostWork(works, partial(_finish, partial(self._spread_sums, layout, arrived, sent), sent))]
 
     def _spread_sums(self, layout: _MessageLayout, arrived: torch.Tensor, sums: torch.Tensor) -> None:
         """Second half of an all-reduce: add up this rank's share, send it to all, and wait for ``sums`` of all."""
@@ -169,7 +169,7 @@ class QuantizedTransport(WrappingTransport):
         layout.read(sums, lambda operand: operand.unsharded.unsqueeze(0))
 
     def _encode(self, form: BlockFormat, key: object, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode values of an all-reduce; with error feedback and what was taken from those of this key before."""
+        """Write values into rows; with error feedback, with what was taken from those of ``key`` in the last step."""
         if not self.policy.error_feedback:
             form.encode(values, rows)
             return
@@ -315,23 +315,18 @@ class _MessageLayout:
         """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
         return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
-    def write(
-        self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode | None = None
-    ) -> None:
+    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode) -> None:
         """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``.
 
         Args:
             message: Is filled.
             values: Of an operand.
-            encode: Writes values into rows, given the format and a key that is the same in every step; None: as the
-                format does.
+            encode: Writes values into rows, given the format and a key that is the same in every step.
         """
         for index, place in enumerate(self.places):
             part = values(place.operand).narrow(1, place.offset, place.numel)
             if not place.quantized:
                 self._bytes_in(message, place).copy_(part)
-            elif encode is None:
-                self.format.encode(part, self._rows_in(message, place))
             else:
                 encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
 
@@ -382,18 +377,10 @@ class _MessageLayout:
         return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
 
 
-class _Finish:
-    """Turns messages into values, once the works before it in the launch, which may read ``kept``, were waited for."""
-
-    __slots__ = ("_finish", "_kept")
-
-    def __init__(self, finish: Callable[[], None], kept: torch.Tensor | None = None) -> None:
-        self._finish, self._kept = finish, kept
-
-    def wait(self) -> None:
-        """Turn messages into values."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._finish()
+def _finish(turn_into_values: Callable[[], None], kept: torch.Tensor) -> None:
+    """Turn messages into values. Until then ``kept`` is read by works of the launch."""
+    with torch.inference_mode(False), torch.no_grad():
+        turn_into_values()
 
 
 def _by_rank(operand: Operand, world_size: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class ExtensionBucket(Bucket):
     ) -> None:
         super().__init__(parameters, mesh, storage)
         layout = PerParameterLayout.build(
-            [p.shape for p in parameters], world_size=mesh.world_size, itemsize=1, direct_bytes=0
+            tuple(p.shape for p in parameters), world_size=mesh.world_size, itemsize=1, direct_bytes=0
         )
         self.all_gathers = []
         for parameter, slot, value in zip(self.parameters, layout.slots, values, strict=True):

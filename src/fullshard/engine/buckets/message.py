@@ -65,7 +65,7 @@ def lay_out(
     shards = direct_shards(shapes, transport.world_size, itemsize)
     direct_bytes = transport.smallest_direct(kind, shards, copied=copied)
     return PerParameterLayout.build(
-        shapes, world_size=transport.world_size, itemsize=itemsize, direct_bytes=direct_bytes, within=within
+        tuple(shapes), world_size=transport.world_size, itemsize=itemsize, direct_bytes=direct_bytes, within=within
     )
 
 

@@ -73,7 +73,7 @@ class HeldParts:
     def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:
         """Return this rank's shard of an unsharded (local) tensor, copied to a device, as ``fully_shard`` keeps it."""
         mesh = self.placement.mesh
-        layout = PerParameterLayout.build([self.shape], world_size=mesh.world_size, itemsize=1, direct_bytes=0)
+        layout = PerParameterLayout.build((self.shape,), world_size=mesh.world_size, itemsize=1, direct_bytes=0)
         shape, stride = layout.slots[0].local_shape(mesh.rank), layout.slots[0].local_stride(mesh.rank)
         start, stop = layout.slots[0].local_rows(mesh.rank)
         rows = whole if self.shape.replicated else whole.narrow(self.shape.cut, start, stop - start)

@@ -27,11 +27,11 @@ class RaggedParameter(SliceParameter):
     def lay_out(parameters: Sequence[RaggedParameter], world_size: int, alignment: int) -> FlatLayout:
         """Lay out whole parameters, cut where their granularities allow it."""
         return ragged_layout(
-            [parameter.shape for parameter in parameters],
-            [parameter.granularity for parameter in parameters],
+            tuple(parameter.shape for parameter in parameters),
+            tuple(parameter.granularity for parameter in parameters),
             world_size=world_size,
             alignment=alignment,
-            first_rank=parameters[0].first_rank,
+            first_rank=parameters[0].first_rank % world_size,
         )
 
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:

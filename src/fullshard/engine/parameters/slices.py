@@ -25,7 +25,7 @@ class SliceParameter(ShardedParameter):
     @staticmethod
     def lay_out(parameters: Sequence[Any], world_size: int, alignment: int) -> FlatLayout:
         """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
-        return FlatLayout.build([p.shape for p in parameters], world_size=world_size, alignment=alignment)
+        return FlatLayout.build(tuple(p.shape for p in parameters), world_size=world_size, alignment=alignment)
 
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
         """Make the shard on a buffer of this rank's slice: 1-D, or of the parameter's shape where nothing is cut."""

@@ -9,7 +9,7 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import Column, View, lay_out, message_columns, message_copies
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, Packing, ReductionPlan
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, Packing, ReductionPlan
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
 
 __all__ = ["plan_per_parameter"]
@@ -42,7 +42,6 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
             tensor, offset = len(direct), 0
         views.append((tensor, View(offset, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank))))
     numel = layout.message_numel
-    packed_slices = slices_of(layout, layout.message_offset, dtype.itemsize)
     return ReductionPlan(
         parameters=tuple(parameters),
         mesh=mesh,
@@ -52,7 +51,7 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
         shards_numel=layout.shard_numel - start,
         slices=slices_of(layout, start, dtype.itemsize),
         direct=direct,
-        packed=(PackedShards(layout.message_offset, numel, packed_slices),) if numel else (),
+        packed=((layout.message_offset, numel),) if numel else (),
         packing=Packing(0 if in_place else numel * mesh.world_size, mesh.world_size, copies, rows=rows),
         # Nothing is packed between gradients, nor behind the last rows where ranks do not have equally many.
         zeroes_message=mesh.transport.reads_padding or mesh.replica_transport.reads_padding,
@@ -66,7 +65,7 @@ def _lay_out(shapes: list[ParameterShape], mesh: ShardMesh, storage: Storage, it
         return lay_out(shapes, mesh.transport, itemsize, "reduce_scatter", copied=copied)
     replicas = mesh.replica_transport
     smallest = replicas.smallest_direct("all_reduce", direct_shards(shapes, 1, itemsize), copied=False)
-    return PerParameterLayout.build(shapes, world_size=1, itemsize=itemsize, direct_bytes=smallest)
+    return PerParameterLayout.build(tuple(shapes), world_size=1, itemsize=itemsize, direct_bytes=smallest)
 
 
 def _packed_rows(column: Column, layout: PerParameterLayout, ranks: int, *, presence: int) -> PackedRows:

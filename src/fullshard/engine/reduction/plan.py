@@ -25,7 +25,7 @@ from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
 from fullshard.memory import empty
 
-__all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "Packing", "ReductionPlan"]
+__all__ = ["Gradients", "PackCopy", "PackedRows", "Packing", "ReductionPlan"]
 
 Gradients = list["torch.Tensor | None"]
 
@@ -42,20 +42,12 @@ class PackCopy(NamedTuple):
     target: View
 
 
-class PackedShards(NamedTuple):
-    """The part of the first tensor of shards that one operand of the message is reduced into."""
-
-    offset: int
-    numel: int
-    slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
-
-
 class _Pieces(NamedTuple):
     """How the first tensor of shards is cut into the shards of operands."""
 
     sizes: list[int]  # of all pieces, in order, also of those that nothing is reduced into
     direct: list[tuple[int, int, tuple[Slice, ...]]]  # index of a gradient, index of its piece, slices of its operand
-    packed: list[int]  # indices of the pieces of ``ReductionPlan.packed``
+    packed: list[tuple[int, tuple[Slice, ...]]]  # the same of operands of the message, in order: piece, slices
 
 
 class PackedRows(NamedTuple):
@@ -144,7 +136,7 @@ class ReductionPlan:
     shards_numel: int  # of the first tensor of shards
     slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
     direct: Mapping[int, Slot]  # the parameters whose gradients are operands of their own, by index
-    packed: tuple[PackedShards, ...]  # what the message is reduced into, in the order in which it lies there
+    packed: tuple[tuple[int, int], ...]  # offsets and sizes of what the operands of the message are reduced into
     packing: Packing
     # What is not packed has to be zero in the message, because a transport quantizes padding together with gradients.
     # What is there also gets into the shards that are reduced over replicas.
@@ -260,17 +252,18 @@ class ReductionPlan:
     @cached_property
     def _pieces(self) -> _Pieces:
         sent = [(slot.shard_offset, slot.shard_numel, index) for index, slot in self.direct.items()]
-        sent += [(part.offset, part.numel, -1) for part in self.packed]
+        sent += [(offset, numel, -1) for offset, numel in self.packed]
         sizes: list[int] = []
         direct, packed, end = {}, [], 0
         for offset, numel, index in sorted(sent):
             if offset > end:
                 sizes.append(offset - end)
+            inside = [each for each in self.slices if offset <= each.offset < offset + numel]
+            slices = tuple(each._replace(offset=each.offset - offset) for each in inside)
             if index >= 0:
-                nbytes = self.direct[index].unsharded_numel * self.dtype.itemsize
-                direct[index] = (index, len(sizes), (Slice(0, numel, nbytes),))
+                direct[index] = (index, len(sizes), slices)
             else:
-                packed.append(len(sizes))
+                packed.append((len(sizes), slices))
             sizes.append(numel)
             end = offset + numel
         if self.shards_numel > end:
@@ -292,8 +285,8 @@ class ReductionPlan:
     def packed_operands(self, pieces: Sequence[torch.Tensor], message: torch.Tensor) -> list[Operand]:
         """The operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
-        for piece, (_, numel, slices) in zip(self._pieces.packed, self.packed, strict=True):
-            sent = numel * self.mesh.world_size
+        for piece, slices in self._pieces.packed:
+            sent = pieces[piece].numel() * self.mesh.world_size
             part = message if sent == self.packing.numel else message.narrow(0, start, sent)
             operands.append(Operand(pieces[piece], part, slices))
             start += sent

@@ -12,7 +12,7 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, Packing, ReductionPlan
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, Packing, ReductionPlan
 from fullshard.layout import FlatLayout
 from fullshard.layout.per_parameter import LAYOUTS_KEPT
 
@@ -33,14 +33,12 @@ def plan_slices(
         storage: Its dtypes and devices.
         layout: Where its parameters lie.
     """
-    ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
+    ranks, numel = mesh.world_size, layout.slice_numel
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0
     together = ranks > 1 and mesh.transport.copies_columns
     shards = layout.shards(mesh.rank)
     locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]
-    slices = (Slice(0, numel, sent * storage.reduce_dtype.itemsize),)
-    packed = (PackedShards(0, numel, slices), PackedShards(numel, count, ()))
     return ReductionPlan(
         parameters=tuple(parameters),
         mesh=mesh,
@@ -48,9 +46,9 @@ def plan_slices(
         views=tuple((0, View(at, tuple(local.shape), tuple(local.stride()))) for at, local in locals_),
         presence=View(numel, (count,), (1,)) if communicates else None,
         shards_numel=numel + count,
-        slices=slices,
+        slices=(Slice(0, numel, layout.unsharded_numel * storage.reduce_dtype.itemsize),),
         direct={},
-        packed=tuple(part for part in packed if part.numel),
+        packed=tuple(part for part in ((0, numel), (numel, count)) if part[1]),
         packing=_rows(layout) if together else _copies(layout, communicates),
         dtensors=isinstance(parameters[0].sharded, DTensor),
         together=parameters[0].optimized is not parameters[0].sharded,
