@@ -21,13 +21,12 @@ from fullshard.layout import (
     PerParameterLayout,
     Route,
     Slot,
-    granule_of,
     per_parameter,
-    ragged,
-    ragged_layout,
 )
 from fullshard.layout.per_parameter import ALIGNMENT_BYTES, contiguous_stride, is_dense
 from fullshard.layout.regions import Region, regions_of_range
+from fullshard.ragged import layout as ragged
+from fullshard.ragged.layout import granule_of, ragged_layout
 
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])

@@ -27,9 +27,9 @@ from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
 from fullshard.dropin import enable_ragged_placements
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard
 from fullshard.optim import Muon
 from fullshard.optim.local.localize import stepping_dtensors
+from fullshard.ragged import RaggedDTensor, RaggedShard
 from models import Mlp, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -58,7 +58,7 @@ def test_parameters(rank: Rank, granularity: Any) -> None:
         assert isinstance(placement, RaggedShard) and pickle.loads(pickle.dumps(placement)) == placement
         if granularity != "element" or whole.dim() == 1 or rank.world_size == 1:
             assert local.shape[1:] == whole.shape[1:]
-        parts = [placement.local_shape(each) for each in range(rank.world_size)]
+        parts = [placement.view(each).shape for each in range(rank.world_size)]
         assert tuple(local.shape) == parts[rank.rank]
         assert sum(torch.Size(part).numel() for part in parts) == whole.numel()
         assert granularity != "parameter" or sorted(torch.Size(p).numel() for p in parts)[-1] == whole.numel()
@@ -637,7 +637,7 @@ def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
     assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
     for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
         rows = rows_of(ours.detach())
-        first = ours.placements[0].shard(rank.rank).start // rows.shape[1]
+        first = ours.placements[0].view(rank.rank).offset // rows.shape[1]
         expected = rows_of(whole.detach()).abs().amax(dim=1)[first : first + len(rows)]
         assert_close(rows.abs().amax(dim=1), expected, "scales of rows", 1e-4, 1e-5)
 

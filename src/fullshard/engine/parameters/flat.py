@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import Shard
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, region_at
-from fullshard.engine.parameters.ragged_tensor import regions_of_slice
 from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import (
     accumulate_gradient,
@@ -37,7 +36,14 @@ from fullshard.engine.parameters.sharded import (
     value_of,
 )
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.engine.parameters.tensor_shards import ShardView, ShardViews, TensorShard, TensorShards, full_tensor
+from fullshard.engine.parameters.tensor_shards import (
+    ShardView,
+    ShardViews,
+    TensorShard,
+    TensorShards,
+    full_tensor,
+    regions_of_slice,
+)
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, Region
 
