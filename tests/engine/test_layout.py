@@ -399,7 +399,7 @@ def test_ragged_slices_end_between_granules(
     """
     parameters = [dataclasses.replace(each, replicated=False, cut=0) for each in parameters]
     granularities = chosen[: len(parameters)]
-    make = partial(ragged_layout, parameters, granularities, world_size=world_size, alignment=alignment)
+    make = partial(ragged_layout, tuple(parameters), tuple(granularities), world_size=world_size, alignment=alignment)
     layout, usual = make(first_rank=first_rank), make()
     whole = all(granule_of(p, g) >= p.numel for p, g in zip(parameters, granularities, strict=True))
     for rank, shards in enumerate(map(usual.shards, range(world_size))):
@@ -454,24 +454,24 @@ ROWS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_of_ragged_slices(name: str) -> None:
     """Cut anywhere, blocks of models have no padding worth a word on 8 to 1,024 ranks; cut between rows, as noted."""
-    parameters = MODELS[name]
+    parameters = tuple(MODELS[name])
     total = sum(each.numel for each in parameters)
     for ranks, by_rows in zip((8, 64, 128, 1024), ROWS[name], strict=True):
         for granularity, most in (("element", 0.002), ("row", by_rows)):
-            found = ragged_layout(parameters, [granularity] * len(parameters), world_size=ranks, alignment=8)
+            found = ragged_layout(parameters, (granularity,) * len(parameters), world_size=ranks, alignment=8)
             assert found.padding / total <= most, (ranks, granularity, found.padding / total)
 
 
 def test_whole_matrices_on_ranks() -> None:
     """Figures of docs/design/ragged.md: padding, and the work of Muon on the busiest rank, of the mean."""
-    block = _llama(4096, 14336)
+    block = tuple(_llama(4096, 14336))
     for blocks, size in ((1, 2.154), (2, 1.077)):
-        layout = ragged_layout(block * blocks, ["parameter"] * len(block) * blocks, world_size=8, alignment=8)
+        layout = ragged_layout(block * blocks, ("parameter",) * len(block) * blocks, world_size=8, alignment=8)
         assert layout.unsharded_numel / sum(each.numel for each in block * blocks) == pytest.approx(size, abs=1e-3)
     for step, most in ((0, 2.218), (1, 1.0)):
         work = [0] * 8
         for first_rank in (step * number for number in range(32)):
-            layout = ragged_layout(block, ["parameter"] * len(block), world_size=8, alignment=8, first_rank=first_rank)
+            layout = ragged_layout(block, ("parameter",) * len(block), world_size=8, alignment=8, first_rank=first_rank)
             for rank in range(8):
                 held = zip(layout.slots, layout.shards(rank), strict=True)
                 shapes = [slot.parameter.shape for slot, shard in held if shard.numel]
@@ -485,7 +485,7 @@ def test_ragged_pictures_and_errors() -> None:
     assert result.attempted >= 2 and result.failed == 0
     for wrong in ("rows", 0, True, 1.5):
         with pytest.raises(ValueError, match=f"w: granularity: expected one of 'element', .* found {wrong!r}"):
-            ragged_layout(_shapes(w=(2, 2)), [wrong], world_size=2)  # type: ignore[list-item]
+            ragged_layout(tuple(_shapes(w=(2, 2))), (wrong,), world_size=2)  # type: ignore[arg-type]
 
 
 def test_ranges_inside_of_one_row() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from front_ends import assert_same_values, assert_trains_alike, build, full_grad
 from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
 from fullshard.dropin import enable_ragged_placements
+from fullshard.engine.buckets.formats import added_layouts
 from fullshard.engine.ownership import nested_units
 from fullshard.optim import Muon
 from fullshard.optim.local.localize import stepping_dtensors
@@ -359,6 +362,20 @@ def test_the_environment(rank: Rank) -> None:
         patch.setenv("FULLSHARD_LAYOUT", "best")
         with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: expected .* found 'best'"):
             fully_shard(nn.Linear(2, 2), mesh=rank.mesh)
+
+
+def test_the_layout_is_there_after_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, an argument or the environment that asks for it raises, and says what to import."""
+    monkeypatch.delitem(added_layouts, "ragged")
+    with pytest.raises(ValueError, match=r"fully_shard: layout: 'ragged' needs `import fullshard\.ragged`"):
+        fully_shard(nn.Linear(2, 2), layout="ragged")
+    monkeypatch.setenv("FULLSHARD_LAYOUT", "ragged")
+    with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: 'ragged' needs `import"):
+        fully_shard(nn.Linear(2, 2))
+    code = "import fullshard.dropin, fullshard.engine.buckets.formats as f; assert 'ragged' in f.added_layouts"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    code = "import fullshard, sys; fullshard.fully_shard; assert 'fullshard.ragged' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @on_ranks(2)

@@ -3,8 +3,8 @@
 Two parameters on three ranks, which may be cut between rows of four elements:
 
 >>> layout = ragged_layout(
-...     [ParameterShape("w", (5, 4), (4, 1)), ParameterShape("b", (3,), (1,))],
-...     ["row", "row"], world_size=3, alignment=1)
+...     (ParameterShape("w", (5, 4), (4, 1)), ParameterShape("b", (3,), (1,))),
+...     ("row", "row"), world_size=3, alignment=1)
 >>> print(layout.picture())  # w[0:8] 0..7: elements 0 to 8 of w lie at 0 to 7 of the shard
 unsharded      | w 0..19            | b 20..22           | 24 elements, 1 of them padding
 rank 0 shard   | w[0:8] 0..7        | b empty            |
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from fullshard.layout.flat import FlatLayout, FlatSlot
-from fullshard.layout.per_parameter import ParameterShape, built_once, is_row_major
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, is_row_major
 
 __all__ = ["GRANULARITIES", "Granularity", "granule_of", "ragged_layout"]
 
@@ -65,32 +66,10 @@ def granule_of(parameter: ParameterShape, granularity: Granularity) -> int:
     return max(1, rows * math.prod(parameter.shape[1:]))
 
 
-@built_once
-def _build(
-    cls: type[FlatLayout],
-    parameters: Sequence[ParameterShape],
-    granularities: tuple[Granularity, ...],
-    *,
-    world_size: int,
-    alignment: int,
-    first_rank: int,
-) -> FlatLayout:
-    granules = [granule_of(p, each) for p, each in zip(parameters, granularities, strict=True)]
-    sizes = [parameter.numel for parameter in parameters]
-    for slice_numel in _slice_lengths(sizes, granules, world_size, alignment):
-        offsets = _offsets(sizes, granules, slice_numel, world_size, alignment)
-        if offsets is not None:
-            if all(size <= granule for size, granule in zip(sizes, granules, strict=True)):
-                total = slice_numel * world_size
-                offsets = [(offset + first_rank * slice_numel) % total for offset in offsets]
-            slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
-            return cls(tuple(slots), world_size, slice_numel)
-    raise AssertionError("slices of all parameters, one on each, always fit")
-
-
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def ragged_layout(
-    parameters: Sequence[ParameterShape],
-    granularities: Sequence[Granularity],
+    parameters: tuple[ParameterShape, ...],
+    granularities: tuple[Granularity, ...],
     *,
     world_size: int,
     alignment: int = 4,
@@ -108,14 +87,17 @@ def ragged_layout(
     Raises:
         ValueError: If a granularity is invalid.
     """
-    return _build(
-        FlatLayout,
-        parameters,
-        tuple(granularities),
-        world_size=world_size,
-        alignment=alignment,
-        first_rank=first_rank % world_size,
-    )
+    granules = [granule_of(p, each) for p, each in zip(parameters, granularities, strict=True)]
+    sizes = [parameter.numel for parameter in parameters]
+    for slice_numel in _slice_lengths(sizes, granules, world_size, alignment):
+        offsets = _offsets(sizes, granules, slice_numel, world_size, alignment)
+        if offsets is not None:
+            if all(size <= granule for size, granule in zip(sizes, granules, strict=True)):
+                total = slice_numel * world_size
+                offsets = [(offset + first_rank * slice_numel) % total for offset in offsets]
+            slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
+            return FlatLayout(tuple(slots), world_size, slice_numel)
+    raise AssertionError("slices of all parameters, one on each, always fit")
 
 
 def _slice_lengths(sizes: Sequence[int], granules: Sequence[int], world_size: int, alignment: int) -> Iterator[int]:

@@ -34,18 +34,16 @@ class RaggedParameter(SliceParameter):
     def lay_out(parameters: Sequence[RaggedParameter], world_size: int, alignment: int) -> FlatLayout:
         """Lay out whole parameters, cut where their granularities allow it."""
         return ragged_layout(
-            [parameter.shape for parameter in parameters],
-            [parameter.granularity for parameter in parameters],
+            tuple(parameter.shape for parameter in parameters),
+            tuple(parameter.granularity for parameter in parameters),
             world_size=world_size,
             alignment=alignment,
             first_rank=parameters[0].first_rank,
         )
 
-    def shard_view(self) -> ShardView:
-        """Return this rank's shard as a view of the whole parameter: rows, or single elements."""
-        if self.slot is None:
-            return super().shard_view()
-        return self.ragged_placement().view(self.placement.mesh.rank)
+    def shard_view(self, rank: int) -> ShardView:
+        """Return the shard of ``rank`` as a view of the whole parameter: rows, or single elements."""
+        return super().shard_view(rank) if self.slot is None else self.ragged_placement().view(rank)
 
     @property
     def by_rows(self) -> bool:

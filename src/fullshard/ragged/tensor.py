@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,7 +36,7 @@ from fullshard.engine.parameters.tensor_shards import IrregularDTensor, ShardVie
 from fullshard.layout import Region
 from fullshard.ragged.placement import RaggedShard, hashed, part_here, ragged_placement, view_here
 
-__all__ = ["RaggedDTensor", "make_ragged", "part_of", "replicated_on"]
+__all__ = ["RaggedDTensor", "make_ragged", "part_of"]
 
 
 class RaggedDTensor(IrregularDTensor):
@@ -57,14 +57,8 @@ class RaggedDTensor(IrregularDTensor):
         if not all(isinstance(value, RaggedDTensor) for value in written):  # such as a replicated gradient
             return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
         first = next(value for value in tree_leaves((written, args, kwargs)) if isinstance(value, RaggedDTensor))
-        if name in _REDUCTIONS:
-            return _reduced(func, first, args, kwargs)
-        if name == "equal":
-            return _equal(*args)
-        if name in _DRAWN:
-            return _drawn(func, first, args, kwargs)
-        if name in _NEW:
-            return _new(func, first, args, kwargs)
+        if name in _RUNS:
+            return _RUNS[name](func, first, args, kwargs)
         if _keeps_shape(name, first, args):
             return make_ragged(first._local_tensor.view_as(first._local_tensor), first._spec)
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -147,7 +141,7 @@ class RaggedDTensor(IrregularDTensor):
         else:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
-    # ---------------------------------------------------------------- what ranks hold of it
+    # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
 
     def view_at(self, coordinate: Sequence[int]) -> ShardView:
         """Return the shard of the rank at ``coordinate`` of the mesh."""
@@ -225,11 +219,6 @@ _LOCAL = {
     "zero_",
     "zeros_like",
 }
-_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "any", "all"}
-# Random operations that read no values of the tensor: those would be needed of all elements.
-_DRAWN = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
-_DRAWN |= {"rand_like", "randn_like", "randint_like"}
-_NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
 _FUNCTIONS = (
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor "
     "frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
@@ -253,18 +242,10 @@ def make_ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def part_of(value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Copy this rank's part of a tensor of the global shape."""
-    return part_here(replicated_on(value, spec)._local_tensor.detach(), spec).clone()
-
-
-def replicated_on(value: Any, spec: DTensorSpec) -> DTensor:
-    """``value``, a tensor of the global shape, as a DTensor that is replicated on the mesh of ``spec``."""
-    placements = [Replicate()] * spec.mesh.ndim
-    if isinstance(value, RaggedDTensor):
-        value = value.unsharded()
+    """Copy this rank's part of a tensor of the global shape: a DTensor, or a plain one that all ranks have."""
     if isinstance(value, DTensor):
-        return value.redistribute(spec.mesh, placements)
-    return DTensor.from_local(value, spec.mesh, placements, run_check=False)
+        value = value.redistribute(spec.mesh, [Replicate()] * spec.mesh.ndim)._local_tensor
+    return part_here(value.detach(), spec).clone()
 
 
 def _gathered(tensor: RaggedDTensor) -> DTensor:
@@ -385,14 +366,12 @@ def _new(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[st
     return _everywhere(func(local, size, *rest, **kwargs), first)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """``torch.equal``, on all ranks."""
-    if one.shape != other.shape:
+def _equal(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compare two tensors on all ranks."""
+    if args[0].shape != args[1].shape:
         return False
-    like = one if isinstance(one, RaggedDTensor) else other
-    assert isinstance(like, RaggedDTensor)
-    same = torch.equal(_operand(one, like), _operand(other, like))
-    return bool(_over_ranks(torch.tensor(float(same), device=like._local_tensor.device), like, "min").item())
+    same = func(*(_operand(value, first) for value in args))
+    return bool(_over_ranks(torch.tensor(float(same), device=first._local_tensor.device), first, "min").item())
 
 
 def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -531,3 +510,26 @@ def _local_at(owner: Any, value: Any) -> Any:
             f" of shape {tuple(value.shape)}"
         )
     return value
+
+
+# How operations are run that are neither on every element nor on lists. Random ones read no values of the tensor: those
+# would be needed of all elements.
+_RUN_BY = {
+    _drawn: (
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    ),
+    _equal: ("equal",),
+    _new: ("new_empty", "new_full", "new_ones", "new_zeros"),
+    _reduced: ("sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "any", "all"),
+}
+_RUNS: dict[str, Callable[..., Any]] = {name: run for run, names in _RUN_BY.items() for name in names}

@@ -73,18 +73,18 @@ class ShardingFormat:
         return type(parameter) is self._parameter_class
 
     def group(self, parameter: ShardedParameter) -> BucketKey:
-        """The key of the bucket: parameters with equal ones share it."""
+        """Return the key of the bucket: parameters with equal ones share it."""
         value = value_of(parameter.sharded)
-        apart = self._kept_apart(parameter, value)
+        apart: object
+        if isinstance(parameter, SliceParameter):
+            # A reduction takes all of a slice: frozen ones lie apart, and those that were cut apart stay apart.
+            together = parameter.cut_together
+            apart = SliceParameter, parameter.requires_grad if together is None else together
+        else:
+            apart = has_all_gather_hooks(value, parameter.fqn)
         mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
         asked = parameter.param_dtype, parameter.reduced_by
         return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, *asked, apart)
-
-    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
-        """Frozen ones of a slice lie apart, for a reduction takes all of it; those that were cut apart stay apart."""
-        if not isinstance(parameter, SliceParameter):
-            return has_all_gather_hooks(value, parameter.fqn)
-        return SliceParameter, parameter.requires_grad if parameter.cut_together is None else parameter.cut_together
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy

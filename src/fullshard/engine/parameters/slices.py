@@ -31,15 +31,16 @@ class SliceParameter(ShardedParameter):
         """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
         return FlatLayout.build([p.shape for p in parameters], world_size=world_size, alignment=alignment)
 
-    def shard_view(self) -> ShardView:
-        """Return this rank's shard as a view of the whole parameter: 1-D, or all of it where nothing is cut."""
-        if self.shard is None or self.placement.mesh.world_size == 1:
+    def shard_view(self, rank: int) -> ShardView:
+        """Return the shard of a rank as a view of the whole parameter: 1-D, or all of it where nothing is cut."""
+        if self.slot is None or self.placement.mesh.world_size == 1:
             return ShardView(self.shape.shape, self.shape.stride, 0)
-        return ShardView((self.shard.numel,), (1,), self.shard.start)
+        shard = self.slot.shard(rank)
+        return ShardView((shard.numel,), (1,), shard.start)
 
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
         """Make the shard on a buffer of this rank's slice."""
-        view = self.shard_view()
+        view = self.shard_view(self.placement.mesh.rank)
         assert self.shard is not None
         if not view.numel:  # at the buffer's end there is no memory, see also FlatShardedParameter.is_in_place
             return buffer.new_empty(1).as_strided_(view.shape, view.stride)
@@ -53,7 +54,7 @@ class SliceParameter(ShardedParameter):
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``value``, unsharded or that shard already, in the shape of ``local``."""
-        view, whole = self.shard_view(), self.shape.shape
+        view, whole = self.shard_view(self.placement.mesh.rank), self.shape.shape
         if view.shape == whole or tuple(value.shape) != whole:
             return value.view(view.shape)
         return view.cut(value, self.shape.stride)
