@@ -163,10 +163,17 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def composable(system: str) -> Any:
+    """Import the library whose ``fully_shard`` the system is, with the layout that the environment asks for."""
+    if system == FULLSHARD and os.environ.get("FULLSHARD_LAYOUT") == "ragged":
+        importlib.import_module("fullshard.ragged")
+    return importlib.import_module(COMPOSABLE[system])
+
+
 def prepare(system: str) -> None:
     """Import what the system needs, so that its code is loaded before a memory baseline is taken."""
     if system in COMPOSABLE:
-        importlib.import_module(COMPOSABLE[system])
+        composable(system)
     elif system in WRAPPING:
         importlib.import_module(WRAPPING[system].policies)
 
@@ -191,7 +198,7 @@ def mesh_of(mode: str, device: torch.device) -> DeviceMesh:
 def options_of(system: str, mode: str) -> dict[str, Any]:
     """What a mode adds to every unit of the system, made of that system's own policies."""
     if system in COMPOSABLE:
-        library = importlib.import_module(COMPOSABLE[system])
+        library = composable(system)
         if mode == BF16:
             return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
         return {"offload_policy": library.CPUOffloadPolicy(pin_memory=False)} if mode == OFFLOAD else {}
@@ -235,7 +242,7 @@ def distribute(
     if system == DDP:
         return nn.parallel.DistributedDataParallel(model)
     if system in COMPOSABLE:
-        fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
+        fully_shard = composable(system).fully_shard
         every = {"mesh": mesh_of(mode, device), **options_of(system, mode), **options}
         units = [module for module in model.modules() if isinstance(module, unit_type)]
         largest = max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in units)
@@ -244,7 +251,7 @@ def distribute(
             fully_shard(unit, **every, **kept)
         fully_shard(model, **every)
         if quantized:
-            form = importlib.import_module(COMPOSABLE[system]).CommQuantization(quantized, "int8")
+            form = composable(system).CommQuantization(quantized, "int8")
             model.set_comm_quantization(shard=form)  # type: ignore[operator]
         if ahead:
             model.set_prefetch_bytes(ahead * largest)  # type: ignore[operator]

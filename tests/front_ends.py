@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from compare import assert_close, assert_within, fqn_of
 from fullshard import (
     CPUOffload,

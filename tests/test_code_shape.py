@@ -43,12 +43,13 @@ KINDS_OF_PARAMETERS = {
     "FlatParamHandle",
     "FlatParameter",
     "FlatShardedParameter",
+    "IrregularDTensor",
     "RaggedDTensor",
     "RaggedParameter",
     "RaggedShard",
     "SliceParameter",
 }
-MAY_NAME_KINDS = ("engine/", "dropin/", "__init__.py", "optim/local_shards.py")
+MAY_NAME_KINDS = ("engine/", "ragged/", "dropin/", "__init__.py", "optim/local_shards.py")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 SOURCES = sorted((ROOT / "src" / "fullshard").rglob("*.py"))
 PARTS = "optim", "wrap", "checkpoint", "comm", "dropin", "errors", "policy", "activation_checkpoint", "comm_hooks"
-PUBLIC = ["fullshard", *(f"fullshard.{part}" for part in PARTS)]
+PUBLIC = ["fullshard", *(f"fullshard.{part}" for part in (*PARTS, "ragged"))]
 
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 ROW = re.compile(r"^\| \[`(\w+)`\]\[(\S+?)\] \|", re.MULTILINE)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-import fullshard
+import fullshard.ragged
 from fullshard import (
     CommQuantization,
     FullshardError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.contestants import BF16, COMPOSABLE, UNSHARDED, options_of
+from bench.contestants import BF16, UNSHARDED, composable, options_of
 from bench.memory_limit.ledger import Ledger, range_of, recorded
 from bench.nccl_counts import emulated, group
 from bench.nccl_counts.blocks import CONFIGURATIONS, Configuration, LlamaBlock
@@ -47,7 +46,7 @@ def shard(system: str, model: nn.Module, shape: Configuration, device: torch.dev
         mesh = init_device_mesh(device.type, (shape.ranks,))
     else:
         mesh = init_device_mesh(device.type, (replicas, shape.shards), mesh_dim_names=names)
-    fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
+    fully_shard = composable(system).fully_shard
     for module in (*model.children(), model):
         fully_shard(module, mesh=mesh, **options_of(system, BF16))
     return model.to_empty(device=device)

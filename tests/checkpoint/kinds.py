@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, replicate
 from ranks import Rank

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
 from fullshard.wrap import ModuleWrapPolicy

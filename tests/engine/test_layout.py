@@ -21,13 +21,12 @@ from fullshard.layout import (
     PerParameterLayout,
     Route,
     Slot,
-    granule_of,
     per_parameter,
-    ragged,
-    ragged_layout,
 )
 from fullshard.layout.per_parameter import ALIGNMENT_BYTES, contiguous_stride, is_dense
 from fullshard.layout.regions import Region, regions_of_range
+from fullshard.ragged import layout as ragged
+from fullshard.ragged.layout import granule_of, ragged_layout
 
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
@@ -455,7 +454,7 @@ ROWS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_of_ragged_slices(name: str) -> None:
     """Cut anywhere, blocks of models have no padding worth a word on 8 to 1,024 ranks; cut between rows, as noted."""
-    parameters = MODELS[name]
+    parameters = tuple(MODELS[name])
     total = sum(each.numel for each in parameters)
     for ranks, by_rows in zip((8, 64, 128, 1024), ROWS[name], strict=True):
         for granularity, most in (("element", 0.002), ("row", by_rows)):
@@ -465,16 +464,14 @@ def test_padding_of_ragged_slices(name: str) -> None:
 
 def test_whole_matrices_on_ranks() -> None:
     """Figures of docs/design/ragged.md: padding, and the work of Muon on the busiest rank, of the mean."""
-    block = _llama(4096, 14336)
+    block = tuple(_llama(4096, 14336))
     for blocks, size in ((1, 2.154), (2, 1.077)):
-        layout = ragged_layout(tuple(block * blocks), ("parameter",) * len(block) * blocks, world_size=8, alignment=8)
+        layout = ragged_layout(block * blocks, ("parameter",) * len(block) * blocks, world_size=8, alignment=8)
         assert layout.unsharded_numel / sum(each.numel for each in block * blocks) == pytest.approx(size, abs=1e-3)
     for step, most in ((0, 2.218), (1, 1.0)):
         work = [0] * 8
         for first_rank in (step * number for number in range(32)):
-            layout = ragged_layout(
-                tuple(block), ("parameter",) * len(block), world_size=8, alignment=8, first_rank=first_rank
-            )
+            layout = ragged_layout(block, ("parameter",) * len(block), world_size=8, alignment=8, first_rank=first_rank)
             for rank in range(8):
                 held = zip(layout.slots, layout.shards(rank), strict=True)
                 shapes = [slot.parameter.shape for slot, shard in held if shard.numel]
@@ -488,7 +485,7 @@ def test_ragged_pictures_and_errors() -> None:
     assert result.attempted >= 2 and result.failed == 0
     for wrong in ("rows", 0, True, 1.5):
         with pytest.raises(ValueError, match=f"w: granularity: expected one of 'element', .* found {wrong!r}"):
-            ragged_layout(tuple(_shapes(w=(2, 2))), (wrong,), world_size=2)  # type: ignore[list-item]
+            ragged_layout(tuple(_shapes(w=(2, 2))), (wrong,), world_size=2)  # type: ignore[arg-type]
 
 
 def test_ranges_inside_of_one_row() -> None:

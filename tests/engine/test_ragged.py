@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +28,11 @@ from front_ends import assert_same_values, assert_trains_alike, build, full_grad
 from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
 from fullshard.dropin import enable_ragged_placements
+from fullshard.engine.buckets.formats import added_layouts
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard
 from fullshard.optim import Muon
 from fullshard.optim.local.localize import stepping_dtensors
+from fullshard.ragged import RaggedDTensor, RaggedShard
 from models import Mlp, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -58,7 +61,7 @@ def test_parameters(rank: Rank, granularity: Any) -> None:
         assert isinstance(placement, RaggedShard) and pickle.loads(pickle.dumps(placement)) == placement
         if granularity != "element" or whole.dim() == 1 or rank.world_size == 1:
             assert local.shape[1:] == whole.shape[1:]
-        parts = [placement.local_shape(each) for each in range(rank.world_size)]
+        parts = [placement.view(each).shape for each in range(rank.world_size)]
         assert tuple(local.shape) == parts[rank.rank]
         assert sum(torch.Size(part).numel() for part in parts) == whole.numel()
         assert granularity != "parameter" or sorted(torch.Size(p).numel() for p in parts)[-1] == whole.numel()
@@ -361,6 +364,20 @@ def test_the_environment(rank: Rank) -> None:
             fully_shard(nn.Linear(2, 2), mesh=rank.mesh)
 
 
+def test_the_layout_is_there_after_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, an argument or the environment that asks for it raises, and says what to import."""
+    monkeypatch.delitem(added_layouts, "ragged")
+    with pytest.raises(ValueError, match=r"fully_shard: layout: 'ragged' needs `import fullshard\.ragged`"):
+        fully_shard(nn.Linear(2, 2), layout="ragged")
+    monkeypatch.setenv("FULLSHARD_LAYOUT", "ragged")
+    with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: 'ragged' needs `import"):
+        fully_shard(nn.Linear(2, 2))
+    code = "import fullshard.dropin, fullshard.engine.buckets.formats as f; assert 'ragged' in f.added_layouts"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    code = "import fullshard, sys; fullshard.fully_shard; assert 'fullshard.ragged' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("granularity", ["element", "row"])
 def test_torchs_checkpoints(rank: Rank, granularity: str) -> None:
@@ -637,7 +654,7 @@ def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
     assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
     for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
         rows = rows_of(ours.detach())
-        first = ours.placements[0].shard(rank.rank).start // rows.shape[1]
+        first = ours.placements[0].view(rank.rank).offset // rows.shape[1]
         expected = rows_of(whole.detach()).abs().amax(dim=1)[first : first + len(rows)]
         assert_close(rows.abs().amax(dim=1), expected, "scales of rows", 1e-4, 1e-5)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from compare import assert_close
 from front_ends import CLOSE, assert_at_rest, assert_trains_alike
 from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, unsharded

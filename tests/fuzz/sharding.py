@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from fullshard import (
     BackwardPrefetch,
     CPUOffload,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fullshard.ragged  # noqa: F401 # adds the layout
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard

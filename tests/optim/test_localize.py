@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import fullshard
+import fullshard.ragged
 from fullshard import CPUOffloadPolicy, ShardingStrategy, fully_shard, replicate
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import record

@@ -141,7 +141,7 @@ def test_pending_gradients_and_failures(rank: Rank, reset: bool, place: str, fro
 @on_ranks(2)
 @each_value(front_end=FRONT_ENDS, unit=["first.bias", "blocks.2.down.weight"])
 def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str, front_end: FrontEnd) -> None:
-    """It is raised by ``backward()``, and nothing of the step is left for the next one: no phase, message or reduction."""
+    """It is raised by ``backward()``, and no phase, message or reduction of the step is left."""
     model, reference = sharded(front_end, rank)
     holder = unwrapped(model) if unit.startswith("first") else unwrapped(model.blocks[2])
     parameter = holder._flat_param if front_end.flat else holder.get_parameter(unit.removeprefix("blocks.2."))

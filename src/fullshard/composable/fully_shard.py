@@ -123,10 +123,10 @@ def fully_shard(
         dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``, or
             plain tensors that are annotated with spmd_types on it.
         layout: "per_parameter": each parameter is cut over the ranks by itself. "ragged": all parameters of the unit
-            lie in one buffer that is cut into equal slices, so that one collective without copies all-gathers them;
-            each is a ``RaggedDTensor``. DTensors, tensor subclasses with all-gather hooks, and parameters for which
-            ``shard_placement_fn`` chooses another dim, are still cut one by one. None: what ``FULLSHARD_LAYOUT`` in the
-            environment says, else "per_parameter".
+            lie in one buffer that is cut into equal slices, so that one collective without copies all-gathers them.
+            DTensors, tensor subclasses with all-gather hooks, and parameters for which ``shard_placement_fn`` chooses
+            another dim, are still cut one by one. It is there after ``import fullshard.ragged``. None: what
+            ``FULLSHARD_LAYOUT`` in the environment says, else "per_parameter".
         granularity: Where the ragged layout may cut a parameter: "element" (anywhere), "row" (between indices of dim
             0), an int (between blocks of so many rows), "parameter" (nowhere), or a function that returns one of these
             for an FQN and a parameter.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import clip_grad
 
-from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
+from fullshard.engine.parameters.placement import SHARDED_TYPES
 from fullshard.optim.norms import clip_grads_with_norm_, get_total_norm
 
 __all__ = ["MODULE", "replaced_functions"]

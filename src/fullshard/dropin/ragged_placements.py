@@ -22,22 +22,15 @@ import torch.distributed._state_dict_utils as state_dicts
 import torch.distributed.tensor as tensors
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.dropin.patches import SharedPatch, replace
 from fullshard.engine import hooks
-from fullshard.engine.parameters.ragged_tensor import (
-    RaggedDTensor,
-    RaggedShard,
-    make_ragged,
-    part_of,
-    ragged_placement,
-    rebuild_shard,
-    replicated_on,
-)
 from fullshard.layout import FlatSlot, ParameterShape
+from fullshard.ragged import RaggedDTensor, RaggedShard
+from fullshard.ragged.placement import ragged_spec, rebuild_shard, view_here
+from fullshard.ragged.tensor import make_ragged, part_of
 
 __all__ = ["enable_ragged_placements"]
 
@@ -102,12 +95,6 @@ def _knowing(original: Callable[..., Any], ours: Callable[..., DTensor]) -> Call
     return either
 
 
-def _spec(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensorSpec:
-    own = next(p for p in placements if isinstance(p, RaggedShard)).slot.parameter
-    meta = TensorMeta(torch.Size(own.shape), own.stride, tensor.dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-
-
 def _from_local(
     local_tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -125,14 +112,13 @@ def _from_local(
             placements are others.
     """
     device_mesh = device_mesh or _mesh_resources.get_current_mesh()
-    local, spec = local_tensor, _spec(local_tensor, device_mesh, placements)
+    local, spec = local_tensor, ragged_spec(device_mesh, placements, local_tensor.dtype)
     if grad_placements is not None and tuple(grad_placements) != spec.placements:
         raise ValueError(
             f"DTensor.from_local: expected grad_placements {spec.placements}, those of the tensor, or None; found "
             f"{tuple(grad_placements)}"
         )
-    axis, placement = ragged_placement(spec)
-    expected = placement.local_shape(device_mesh.get_local_rank(axis))
+    expected, own_stride, _ = view_here(spec)
     if tuple(local.shape) != expected or (shape is not None and tuple(shape) != tuple(spec.shape)):
         found = f"a tensor of shape {tuple(local.shape)}" + ("" if shape is None else f" of shape {tuple(shape)}")
         raise ValueError(
@@ -142,23 +128,20 @@ def _from_local(
         )
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    stride = placement.local_stride(device_mesh.get_local_rank(axis))
-    if not is_traceable_wrapper_subclass(local) and not _lies_as(local, stride):
-        local = torch.empty_strided(expected, stride, dtype=local.dtype, device=local.device).copy_(local)
+    if not is_traceable_wrapper_subclass(local) and not _lies_as(local, own_stride):
+        local = torch.empty_strided(expected, own_stride, dtype=local.dtype, device=local.device).copy_(local)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return make_ragged(local.detach(), spec)
 
     def local_part(gradient: DTensor) -> torch.Tensor:
         alike = isinstance(gradient, RaggedDTensor) and gradient.placements == spec.placements
-        return gradient._local_tensor if alike else part_of(replicated_on(gradient, spec), spec)
+        return gradient._local_tensor if alike else part_of(gradient, spec)
 
     return cast("DTensor", hooks.differentiable(local, lambda value: make_ragged(value.detach(), spec), local_part))
 
 
 def _lies_as(local: torch.Tensor, stride: Sequence[int]) -> bool:
     """True if the elements lie in memory as those of a tensor with these strides."""
-    if not local.numel():
-        return True
     return all(own == other for size, own, other in zip(local.shape, local.stride(), stride, strict=True) if size > 1)
 
 
@@ -175,7 +158,7 @@ def _distribute_tensor(
         ValueError: If the value has another shape than the parameter.
     """
     device_mesh = device_mesh or _mesh_resources.get_current_mesh()
-    spec = _spec(tensor, device_mesh, placements)
+    spec = ragged_spec(device_mesh, placements, tensor.dtype)
     if tuple(tensor.shape) != tuple(spec.shape):
         raise ValueError(
             f"distribute_tensor: expected a tensor of shape {tuple(spec.shape)}, that of the parameter whose placements"

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
-from fullshard.engine.buckets.formats import PER_PARAMETER, RaggedShardingFormat, ShardingFormat
+from fullshard.engine.buckets.formats import PER_PARAMETER, ShardingFormat, added_layouts
 from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.parameters.spmd_types import SpmdTypes
-from fullshard.layout import Granularity
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.wrap.tree import check_all, has_forward
 
@@ -49,7 +48,7 @@ TORCHS_ENGINE = ("torch.distributed.fsdp", "torch.distributed._composable.replic
 
 PlacementFunction = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Place = Callable[[str, nn.Parameter], ParameterPlacement]
-GranularityChoice = Granularity | Callable[[str, nn.Parameter], Granularity]
+GranularityChoice = str | int | Callable[[str, nn.Parameter], str | int]
 
 LAYOUTS = ("per_parameter", "ragged")
 LAYOUT_VARIABLE = "FULLSHARD_LAYOUT"
@@ -172,11 +171,12 @@ def sharding_format(
 
     Raises:
         TypeError: If ``first_rank`` is not an int.
-        ValueError: If there is no such layout, or a granularity or a first rank is given for one that has none.
+        ValueError: If there is no such layout, or it was not imported, or a granularity or a first rank is given for
+            one that has none.
     """
     chosen = os.environ.get(LAYOUT_VARIABLE, "per_parameter") if layout is None else layout
+    source = f"{LAYOUT_VARIABLE} in the environment" if layout is None else f"{api}: layout"
     if chosen not in LAYOUTS:
-        source = f"{LAYOUT_VARIABLE} in the environment" if layout is None else f"{api}: layout"
         raise ValueError(f"{source}: expected one of {', '.join(map(repr, LAYOUTS))}, found {chosen!r}")
     check_instance(f"{api}: first_rank", first_rank, int)
     if first_rank and (chosen != "ragged" or not (granularity == "parameter" or callable(granularity))):
@@ -185,7 +185,9 @@ def sharding_format(
             f"{first_rank}; found layout={chosen!r} and granularity={granularity!r}"
         )
     if chosen == "ragged":
-        return RaggedShardingFormat(granularity, first_rank)
+        if chosen not in added_layouts:
+            raise ValueError(f"{source}: 'ragged' needs `import fullshard.ragged` in the program, before this call")
+        return added_layouts[chosen](granularity, first_rank)
     if granularity != "element":
         raise ValueError(f"{api}: granularity: expected layout='ragged' with {granularity!r}, found layout={chosen!r}")
     return PER_PARAMETER

@@ -9,14 +9,12 @@ from fullshard.layout.per_parameter import (
     direct_shards,
     is_row_major,
 )
-from fullshard.layout.ragged import Granularity, granule_of, ragged_layout
 from fullshard.layout.regions import Region, chunk_of, regions_of_range
 
 __all__ = [
     "FlatLayout",
     "FlatShard",
     "FlatSlot",
-    "Granularity",
     "ParameterShape",
     "PerParameterLayout",
     "Region",
@@ -24,8 +22,6 @@ __all__ = [
     "Slot",
     "chunk_of",
     "direct_shards",
-    "granule_of",
     "is_row_major",
-    "ragged_layout",
     "regions_of_range",
 ]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from fullshard.engine.ownership import superseding
-from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
+from fullshard.engine.parameters.placement import SHARDED_TYPES
 from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.errors import NonFiniteError
 from fullshard.memory import HostValue

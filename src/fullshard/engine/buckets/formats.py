@@ -17,13 +17,12 @@ from fullshard.engine.buckets.slices import SliceBucket
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter, set_gradient_dtype
 from fullshard.engine.parameters.placement import ParameterPlacement
-from fullshard.engine.parameters.ragged import RaggedParameter
 from fullshard.engine.parameters.registration import Registration
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter, value_of
-from fullshard.layout import Granularity, granule_of
+from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.policy import MixedPrecisionPolicy
 
-__all__ = ["PER_PARAMETER", "BucketKey", "FlatShardingFormat", "RaggedShardingFormat", "ShardingFormat"]
+__all__ = ["PER_PARAMETER", "BucketKey", "FlatShardingFormat", "ShardingFormat", "added_layouts"]
 
 FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a module
 
@@ -74,20 +73,25 @@ class ShardingFormat:
         return type(parameter) is self._parameter_class
 
     def group(self, parameter: ShardedParameter) -> BucketKey:
-        """The key of the bucket: parameters with equal ones share it."""
+        """Return the key of the bucket: parameters with equal ones share it."""
         value = value_of(parameter.sharded)
-        apart = self._kept_apart(parameter, value)
+        apart: object
+        if isinstance(parameter, SliceParameter):
+            # A reduction takes all of a slice: frozen ones lie apart, and those that were cut apart stay apart.
+            together = parameter.cut_together
+            apart = SliceParameter, parameter.requires_grad if together is None else together
+        else:
+            apart = has_all_gather_hooks(value, parameter.fqn)
         mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
         asked = parameter.param_dtype, parameter.reduced_by
         return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, *asked, apart)
-
-    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
-        return has_all_gather_hooks(value, parameter.fqn)
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
     ) -> Bucket:
         """Make the bucket of such a group, with the parameters' present values."""
+        if isinstance(parameters[0], SliceParameter):
+            return SliceBucket(cast("Sequence[SliceParameter]", parameters), mesh, storage)
         values = [value_of(parameter.sharded) for parameter in parameters]
         if has_all_gather_hooks(values[0], parameters[0].fqn):
             return ExtensionBucket(parameters, values, mesh, storage, precision)
@@ -99,6 +103,10 @@ class ShardingFormat:
 
 
 PER_PARAMETER = ShardingFormat()
+
+# Makes the format of a layout that is added by an import, by the name of the layout, for ``granularity`` and
+# ``first_rank``.
+added_layouts: dict[str, Callable[[Any, int], ShardingFormat]] = {}
 
 
 class FlatShardingFormat(ShardingFormat):
@@ -143,16 +151,11 @@ class FlatShardingFormat(ShardingFormat):
         """The same format for a deep copy whose modules are in ``memo``."""
         return self if self._module is None else FlatShardingFormat(memo[id(self._module())])
 
-    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
-        """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
-        together = cast("FlatShardedParameter", parameter).cut_together
-        return parameter.requires_grad if together is None else together
-
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
     ) -> Bucket:
         """Make the flat bucket of such a group, with the parameters' present values."""
-        bucket = SliceBucket(cast("Sequence[FlatShardedParameter]", parameters), mesh, storage)
+        bucket = super().bucket(parameters, mesh, storage, precision)
         for parameter in parameters if storage.keep_reduced else ():
             set_gradient_dtype(parameter.sharded, storage.reduce_dtype)
         return bucket
@@ -179,65 +182,6 @@ class FlatShardingFormat(ShardingFormat):
             handle.show(bucket.layout, keep_reduced=bucket.storage.keep_reduced)
             handles.append(handle)
         return FlatParameterRegistration(parameters, handles)
-
-
-class RaggedShardingFormat(ShardingFormat):
-    """Ragged sharding: one slice of all parameters of a bucket per rank, see ``fullshard.layout.ragged``.
-
-    Parameters that are not cut there are sharded one by one beside it: DTensors of tensor parallelism, those for which
-    the user has chosen another dim, and tensor subclasses with their own all-gather hooks.
-
-    Args:
-        granularity: Where parameters may be cut: see ``granule_of``; or a function that says it for each FQN and
-            parameter.
-        first_rank: Where whole parameters begin: see ``ragged_layout``.
-    """
-
-    _granularity: Granularity | Callable[[str, nn.Parameter], Granularity]
-    _first_rank: int
-
-    def __init__(
-        self,
-        granularity: Granularity | Callable[[str, nn.Parameter], Granularity] = "element",
-        first_rank: int = 0,
-    ) -> None:
-        self._granularity, self._first_rank = granularity, first_rank
-
-    def parameter(
-        self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
-    ) -> ShardedParameter:
-        """Make the sharded parameter for one that no unit manages yet.
-
-        Raises:
-            ValueError: If its granularity is invalid.
-        """
-        if placement.own is not None or placement.shard_dim or has_all_gather_hooks(value_of(parameter), fqn):
-            return super().parameter(parameter, owner, fqn, placement)
-        made = RaggedParameter.of(parameter, owner, fqn, placement)
-        assert isinstance(made, RaggedParameter)
-        chosen = self._granularity
-        made.granularity = chosen(fqn, parameter) if callable(chosen) else chosen
-        made.first_rank = self._first_rank
-        granule_of(made.shape, made.granularity)  # raises errors now, before anything is sharded
-        return made
-
-    def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of a class of this format."""
-        return type(parameter) is RaggedParameter or super().accepts(parameter)
-
-    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
-        """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
-        if not isinstance(parameter, RaggedParameter):
-            return "one by one", super()._kept_apart(parameter, value)
-        return parameter.requires_grad if parameter.cut_together is None else parameter.cut_together
-
-    def bucket(
-        self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
-    ) -> Bucket:
-        """Make the bucket of such a group, with the parameters' present values."""
-        if isinstance(parameters[0], RaggedParameter):
-            return SliceBucket(cast("Sequence[RaggedParameter]", parameters), mesh, storage)
-        return super().bucket(parameters, mesh, storage, precision)
 
 
 class FlatRegistration(Registration):

@@ -5,8 +5,6 @@
 - ``tensor_shards.py``  what ranks hold of a tensor; ``ranges.py``: the whole, gathered from ranges
 - ``slices.py``        the same for parameters that are cut together with others
 - ``flat.py``          flat parameters, ``FlatParameter`` and its handle
-- ``ragged.py``        ragged parameters
-- ``ragged_tensor.py``  ``RaggedDTensor``, a DTensor with shards of any length
 - ``placement.py``     DTensor placements of a parameter, sharded and unsharded
 - ``spmd_types.py``    plain parameters that annotations describe as DTensors
 - ``registration.py``  registers sharded or unsharded parameters in the modules

@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import Shard
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, region_at
-from fullshard.engine.parameters.ragged_tensor import regions_of_slice
 from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import (
     accumulate_gradient,
@@ -37,7 +36,13 @@ from fullshard.engine.parameters.sharded import (
     value_of,
 )
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.engine.parameters.tensor_shards import ShardView, ShardViews, TensorShard, TensorShards, full_tensor
+from fullshard.engine.parameters.tensor_shards import (
+    ShardViews,
+    TensorShard,
+    TensorShards,
+    full_tensor,
+    regions_of_slice,
+)
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, Region
 
@@ -226,14 +231,10 @@ class FlatShardedParameter(SliceParameter):
     def views(self) -> ShardViews:
         """Return the shards of all ranks: ranges of elements in the order of memory."""
         mesh = self.placement.mesh
-
-        def at(coordinate: Sequence[int]) -> ShardView:
-            assert self.slot is not None, f"{self.fqn} was not laid out"
-            shard = self.slot.shard(coordinate[0])
-            return ShardView((shard.numel,), (1,), shard.start)
-
         axes = [0] if mesh.shard is not None and mesh.world_size > 1 else []
-        return ShardViews(mesh.shard or mesh.device_mesh, axes, self.shape.stride, at)
+        return ShardViews(
+            mesh.shard or mesh.device_mesh, axes, self.shape.stride, lambda coordinate: self.shard_view(coordinate[0])
+        )
 
     def _gather(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
         """Gather the parameter over the shard axis, with its strides."""

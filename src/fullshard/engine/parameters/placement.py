@@ -24,11 +24,34 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, RaggedShard, hashed
 from fullshard.engine.parameters.spmd_types import SpmdTypes
 from fullshard.layout import Region, chunk_of
 
-__all__ = ["ParameterPlacement", "dtensor", "dtensor_like", "dtensor_parameter", "region_at", "with_dtype"]
+__all__ = [
+    "SHARDED_TYPES",
+    "ParameterPlacement",
+    "dtensor",
+    "dtensor_like",
+    "dtensor_parameter",
+    "region_at",
+    "register_placement",
+    "with_dtype",
+]
+
+# Types whose local tensors optimizers and norms may use in their place.
+SHARDED_TYPES: set[type] = {DTensor}
+_classes: dict[type[Placement], type[DTensor]] = {}  # of DTensors with a placement that torch does not know
+
+
+def register_placement(placement: type[Placement], tensors: type[DTensor]) -> None:
+    """Make DTensors with a placement of a class that torch does not know of the class ``tensors``.
+
+    Args:
+        placement: The class of the placement.
+        tensors: The class of DTensors, an ``IrregularDTensor``, whose local tensors may be stepped element by element.
+    """
+    _classes[placement] = tensors
+    SHARDED_TYPES.add(tensors)
 
 
 @dataclass(frozen=True)
@@ -65,16 +88,6 @@ class ParameterPlacement:
             found = self._specs[dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
         return found
 
-    def ragged_spec(self, dtype: torch.dtype, placement: RaggedShard) -> DTensorSpec:
-        """Return the DTensor spec of a plain parameter with ``placement`` on the shard axis, if there is one."""
-        assert self.own is None, "ragged layouts are of plain parameters"
-        key = dtype, placement
-        if key not in self._specs:
-            meta = TensorMeta(self.shape, self.stride, dtype)
-            spec = DTensorSpec(self.mesh.device_mesh, self.mesh.placements(placement), tensor_meta=meta)
-            self._specs[key] = hashed(spec)
-        return self._specs[key]
-
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
         if self.own is None or self.types is not None:
@@ -107,7 +120,7 @@ class ParameterPlacement:
         return gradient
 
     @cached_property
-    def _specs(self) -> dict[object, DTensorSpec]:  # by dtype, and by ragged placement
+    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
         return {}
 
     @cached_property
@@ -186,8 +199,8 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def _type_of(spec: Any) -> type[DTensor]:
     for placement in spec.placements:
-        if type(placement) is RaggedShard:
-            return RaggedDTensor
+        if type(placement) in _classes:
+            return _classes[type(placement)]
     return DTensor
 
 

@@ -41,7 +41,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, d
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Owner",
@@ -146,7 +149,7 @@ class ShardedParameter(HeldParts):
         mark(self.sharded, self)
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
+    def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> Self:
         """Make the state of a parameter that no unit manages yet."""
         value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
@@ -442,7 +445,7 @@ class ShardedParameter(HeldParts):
         old = self.sharded
         memo[id(old)] = nn.Parameter(dtensor(self.local.clone(), self.spec), requires_grad=old.requires_grad)
 
-    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+    def copy_for(self, memo: dict[int, Any]) -> Self:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
         copied = type(self)(memo[id(self.sharded)], owners, self.fqns, self.placement, self.shape)

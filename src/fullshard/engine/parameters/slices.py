@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.parameters.tensor_shards import ShardView
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
 from fullshard.memory import own_storage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["SliceParameter"]
 
@@ -27,14 +31,21 @@ class SliceParameter(ShardedParameter):
         """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
         return FlatLayout.build(tuple(p.shape for p in parameters), world_size=world_size, alignment=alignment)
 
+    def shard_view(self, rank: int) -> ShardView:
+        """Return the shard of a rank as a view of the whole parameter: 1-D, or all of it where nothing is cut."""
+        if self.slot is None or self.placement.mesh.world_size == 1:
+            return ShardView(self.shape.shape, self.shape.stride, 0)
+        shard = self.slot.shard(rank)
+        return ShardView((shard.numel,), (1,), shard.start)
+
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Make the shard on a buffer of this rank's slice: 1-D, or of the parameter's shape where nothing is cut."""
+        """Make the shard on a buffer of this rank's slice."""
+        view = self.shard_view(self.placement.mesh.rank)
         assert self.shard is not None
-        whole, numel = self.placement.mesh.world_size == 1, self.shard.numel
-        shape, stride = (self.shape.shape, self.shape.stride) if whole else ((numel,), (1,))
-        if not numel:  # on memory of its own, see FlatShardedParameter.is_in_place
-            return buffer.new_empty(1).as_strided_(shape, stride)
-        return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + self.shard.offset))
+        if not view.numel:  # at the buffer's end there is no memory, see also FlatShardedParameter.is_in_place
+            return buffer.new_empty(1).as_strided_(view.shape, view.stride)
+        start = int(buffer.storage_offset()) + self.shard.offset
+        return own_storage(buffer.as_strided(view.shape, view.stride, start))
 
     def forget_layout(self, value: torch.Tensor) -> None:
         """Hold ``value``, the whole parameter, until it is laid out anew."""
@@ -43,19 +54,14 @@ class SliceParameter(ShardedParameter):
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``value``, unsharded or that shard already, in the shape of ``local``."""
-        shape, local = self.shape, self.local
-        if tuple(value.shape) != shape.shape or (local.dim() != 1 and tuple(local.shape) == shape.shape):
-            return value.view(local.shape)
-        if tuple(value.stride()) != shape.stride:
-            value = torch.empty_strided(shape.shape, shape.stride, dtype=value.dtype, device=value.device).copy_(value)
-        assert self.shard is not None
-        start = int(value.storage_offset()) + self.shard.start
-        return value.as_strided(local.shape, local.stride(), start)
+        view, whole = self.shard_view(self.placement.mesh.rank), self.shape.shape
+        if view.shape == whole or tuple(value.shape) != whole:
+            return value.view(view.shape)
+        return view.cut(value, self.shape.stride)
 
-    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+    def copy_for(self, memo: dict[int, Any]) -> Self:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
-        assert isinstance(copied, SliceParameter)
         copied.shard, copied.slot = self.shard, self.slot
         copied.original_layout, copied.cut_together = self.original_layout, self.cut_together
         return copied

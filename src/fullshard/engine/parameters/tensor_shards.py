@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,17 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.engine.parameters.placement import dtensor_like, region_at
-from fullshard.engine.parameters.ragged_tensor import RaggedDTensor, ragged_placement
 from fullshard.errors import FullshardError
-from fullshard.layout import Region
+from fullshard.layout import FlatShard, Region, regions_of_range
 
 __all__ = [
+    "IrregularDTensor",
     "ShardView",
     "ShardViews",
     "TensorShard",
     "TensorShards",
     "full_tensor",
     "local_of",
+    "regions_of_slice",
     "sharded_axes",
     "sharded_like",
     "shards_like",
@@ -83,8 +84,8 @@ class TensorShards:
         if not isinstance(tensor, DTensor):
             return cls.whole(tensor)
         local = local_of(tensor).detach()
-        if isinstance(tensor, RaggedDTensor):
-            shards = tuple(TensorShard(region, _plain(part)) for region, part in tensor.chunks())
+        if isinstance(tensor, IrregularDTensor):
+            shards = tuple(TensorShard(region, _plain(part)) for region, part in tensor.regions())
             return cls(tensor.shape, local.dtype, local.device, shards, equal=True)
         coordinate = tensor.device_mesh.get_coordinate()
         return cls.placed(tensor.shape, local, None if coordinate is None else region_at(tensor, coordinate))
@@ -183,6 +184,27 @@ class ShardView(NamedTuple):
         """Return the shard in an unsharded tensor with the parameter's strides, a view."""
         return full.as_strided(self.shape, self.stride, int(full.storage_offset()) + self.offset)
 
+    def cut(self, value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """Return the shard in an unsharded tensor: a view if its strides are the parameter's, else of a copy."""
+        if tuple(value.stride()) != stride:
+            value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        return self.of(value)
+
+
+class IrregularDTensor(DTensor):
+    """A DTensor with a placement that torch does not know, which says itself what ranks hold of it.
+
+    See ``register_placement``.
+    """
+
+    def regions(self) -> list[tuple[Region, torch.Tensor]]:
+        """Return the regions of the tensor that this rank holds, and its memory of each."""
+        raise NotImplementedError
+
+    def view_at(self, coordinate: Sequence[int]) -> ShardView:
+        """Return the shard of the rank at ``coordinate`` of the mesh."""
+        raise NotImplementedError
+
 
 class ShardViews(NamedTuple):
     """The shards that all ranks of a mesh hold of one tensor.
@@ -207,16 +229,35 @@ def views_of(tensor: torch.Tensor) -> ShardViews:
     return ShardViews(mesh, sharded_axes(mesh, tensor.placements), tuple(tensor.stride()), partial(_view_at, tensor))
 
 
+def regions_of_slice(
+    shape: Sequence[int], stride: Sequence[int], shard: FlatShard, local: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the regions of a parameter that make up a slice of its memory, and the view of ``local`` of each.
+
+    Args:
+        shape: Shape of the parameter.
+        stride: Dense strides of the parameter.
+        shard: The slice.
+        local: Its elements, in memory order.
+    """
+    # Elements are counted in the order in which they lie in memory: that of rows only if the parameter is contiguous.
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] != 1, dim))
+    back = [order.index(dim) for dim in range(len(order))]
+    flat, taken = local.as_strided((shard.numel,), (1,), local.storage_offset()), 0
+    for region in regions_of_range([shape[dim] for dim in order], shard.start, shard.numel):
+        part = flat[taken : taken + region.numel].view(region.sizes).permute(back)
+        yield region.permuted(back), part
+        taken += region.numel
+
+
 def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     """Return the axes of a mesh over which a tensor with these placements is sharded."""
     return [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
 
 
 def _view_at(tensor: DTensor, coordinate: Sequence[int]) -> ShardView:
-    if isinstance(tensor, RaggedDTensor):
-        axis, placement = ragged_placement(tensor._spec)
-        rank = coordinate[axis]
-        return ShardView(placement.local_shape(rank), placement.local_stride(rank), placement.shard(rank).start)
+    if isinstance(tensor, IrregularDTensor):
+        return tensor.view_at(coordinate)
     region, stride = region_at(tensor, coordinate), tuple(tensor.stride())
     return ShardView(region.sizes, stride, sum(map(operator.mul, region.offsets, stride)))
 
@@ -227,12 +268,5 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
         return value
     local, mesh = value._local_tensor, value.device_mesh
     if local.device.type != mesh.device_type:  # offloaded, but its group communicates on the accelerator
-        value = DTensor.from_local(
-            local.to(mesh.device_type),
-            mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        value = dtensor_like(local.to(mesh.device_type), value)
     return value.full_tensor()

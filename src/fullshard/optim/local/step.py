@@ -28,8 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.engine.parameters.placement import dtensor_like
-from fullshard.engine.parameters.ragged_tensor import SHARDED_TYPES
+from fullshard.engine.parameters.placement import SHARDED_TYPES, dtensor_like
 from fullshard.engine.parameters.spmd_types import unchecked
 from fullshard.profiling import profiled
 

@@ -18,137 +18,28 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.engine import hooks
+from fullshard.engine.parameters.placement import dtensor, register_placement, with_dtype
 from fullshard.engine.parameters.ranges import gather_ranges
-from fullshard.layout import FlatShard, FlatSlot, Region, regions_of_range
+from fullshard.engine.parameters.tensor_shards import IrregularDTensor, ShardView, regions_of_slice
+from fullshard.layout import Region
+from fullshard.ragged.placement import RaggedShard, hashed, part_here, ragged_placement, view_here
 
-__all__ = [
-    "SHARDED_TYPES",
-    "RaggedDTensor",
-    "RaggedShard",
-    "hashed",
-    "make_ragged",
-    "part_of",
-    "ragged_placement",
-    "rebuild_shard",
-    "regions_of_slice",
-    "replicated_on",
-]
+__all__ = ["RaggedDTensor", "make_ragged", "part_of"]
 
 
-class RaggedShard(Placement):
-    """The placement of a parameter of which each rank holds what lies in its slice of a bucket.
-
-    Args:
-        slot: Where the parameter lies in the bucket.
-        by_rows: Local tensors consist of whole rows. If not, they are 1-D, with elements in the order of memory.
-    """
-
-    slot: FlatSlot
-    by_rows: bool
-
-    def __init__(self, slot: FlatSlot, *, by_rows: bool) -> None:
-        super().__init__()
-        self.slot, self.by_rows = slot, by_rows
-
-    def shard(self, rank: int) -> FlatShard:
-        """The elements that ``rank`` of the shard axis holds."""
-        return self.slot.shard(rank)
-
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor of ``rank``."""
-        numel, shape = self.slot.shard(rank).numel, self.slot.parameter.shape
-        if not self.by_rows:
-            return (numel,)
-        return (numel // max(1, math.prod(shape[1:])), *shape[1:]) if shape else ()
-
-    def local_stride(self, rank: int) -> tuple[int, ...]:
-        """Strides of the local tensor of ``rank``."""
-        return self.slot.parameter.stride if self.by_rows else (1,)
-
-    def part(self, value: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of a whole ``value`` that ``rank`` holds: a view if strides are the parameter's, else a copy."""
-        own = self.slot.parameter
-        if tuple(value.stride()) != own.stride:
-            value = torch.empty_strided(own.shape, own.stride, dtype=value.dtype, device=value.device).copy_(value)
-        start = int(value.storage_offset()) + self.slot.shard(rank).start
-        return value.as_strided(self.local_shape(rank), self.local_stride(rank), start)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is RaggedShard and self.slot == other.slot and self.by_rows is other.by_rows
-
-    def __hash__(self) -> int:
-        # torch hashes what describes a plain DTensor before its first operation; that of a RaggedDTensor has a hash.
-        if sys._getframe(1).f_code.co_name == "_hash_impl":
-            raise NotImplementedError(
-                f"a plain DTensor has the placement {self} of a parameter that is sharded with layout='ragged', with "
-                "which torch would compute something else; call fullshard.dropin.enable_ragged_placements() before "
-                "DTensor.from_local or distribute_tensor, or use full_tensor() and Replicate()"
-            )
-        return hash((self.slot.unsharded_offset, self.slot.slice_numel, self.slot.parameter.numel))
-
-    def __repr__(self) -> str:
-        slot, cut = self.slot, "rows" if self.by_rows else "elements"
-        return f"RaggedShard({cut}, offset={slot.unsharded_offset}, slice={slot.slice_numel})"
-
-    def __reduce__(self) -> tuple[Callable[..., RaggedShard], tuple[FlatSlot, bool]]:
-        return rebuild_shard, (self.slot, self.by_rows)
-
-
-def rebuild_shard(slot: FlatSlot, by_rows: bool) -> RaggedShard:
-    """Make a placement again that was pickled."""
-    return RaggedShard(slot, by_rows=by_rows)
-
-
-def ragged_placement(spec: DTensorSpec) -> tuple[int, RaggedShard]:
-    """Return the mesh axis whose placement is a ``RaggedShard``, and that."""
-    for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, RaggedShard):
-            return axis, placement
-    raise ValueError(f"expected a RaggedShard, found placements {spec.placements}")
-
-
-def hashed(spec: DTensorSpec) -> DTensorSpec:
-    """Have the spec of a ``RaggedDTensor`` know its hash, see ``RaggedShard.__hash__``."""
-    if spec._hash is None:
-        spec._hash = hash((spec.mesh, spec.placements))
-    return spec
-
-
-def regions_of_slice(
-    shape: Sequence[int], stride: Sequence[int], shard: FlatShard, local: torch.Tensor
-) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the regions of a parameter that make up a slice of its memory, and the view of ``local`` of each.
-
-    Args:
-        shape: Of the parameter.
-        stride: Dense strides of the parameter.
-        shard: The slice.
-        local: Its elements, in memory order.
-    """
-    # Elements are counted in the order in which they lie in memory: that of rows only if the parameter is contiguous.
-    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] != 1, dim))
-    back = [order.index(dim) for dim in range(len(order))]
-    flat, taken = local.as_strided((shard.numel,), (1,), local.storage_offset()), 0
-    for region in regions_of_range([shape[dim] for dim in order], shard.start, shard.numel):
-        part = flat[taken : taken + region.numel].view(region.sizes).permute(back)
-        yield region.permuted(back), part
-        taken += region.numel
-
-
-class RaggedDTensor(DTensor):
+class RaggedDTensor(IrregularDTensor):
     """A DTensor with ``RaggedShard`` on one mesh axis, and replicated on others. See [Note: Ragged DTensors]."""
 
     @classmethod
@@ -166,14 +57,8 @@ class RaggedDTensor(DTensor):
         if not all(isinstance(value, RaggedDTensor) for value in written):  # such as a replicated gradient
             return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
         first = next(value for value in tree_leaves((written, args, kwargs)) if isinstance(value, RaggedDTensor))
-        if name in _REDUCTIONS:
-            return _reduced(func, first, args, kwargs)
-        if name == "equal":
-            return _equal(*args)
-        if name in _DRAWN:
-            return _drawn(func, first, args, kwargs)
-        if name in _NEW:
-            return _new(func, first, args, kwargs)
+        if name in _RUNS:
+            return _RUNS[name](func, first, args, kwargs)
         if _keeps_shape(name, first, args):
             return make_ragged(first._local_tensor.view_as(first._local_tensor), first._spec)
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -208,30 +93,20 @@ class RaggedDTensor(DTensor):
         local, spec = self._local_tensor, self._spec
         if not (torch.is_grad_enabled() and self.requires_grad):
             return local
-        result: torch.Tensor = hooks.differentiable(
-            self, lambda _: local.view_as(local), lambda gradient: make_ragged(gradient, spec)
-        )
-        return result
+        shown = hooks.differentiable(self, lambda _: local.view_as(local), lambda gradient: make_ragged(gradient, spec))
+        return cast("torch.Tensor", shown)
 
     def unsharded(self) -> DTensor:
         """Return the DTensor with ``Replicate()`` instead of ``RaggedShard``. A collective."""
         spec = self._spec
         if not (torch.is_grad_enabled() and self.requires_grad):
             return _gathered(self)
-        result: DTensor = hooks.differentiable(
+        whole = hooks.differentiable(
             self,
             lambda _: _gathered(self),
-            lambda gradient: make_ragged(part_of(replicated_on(gradient, spec), spec), spec),
+            lambda gradient: make_ragged(part_of(gradient, spec), spec),
         )
-        return result
-
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return all values, on every rank. A collective.
-
-        Args:
-            grad_placements: Placements of its gradient; None: it is equal on all ranks.
-        """
-        return self.unsharded().full_tensor(grad_placements=grad_placements)
+        return cast("DTensor", whole)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -266,14 +141,19 @@ class RaggedDTensor(DTensor):
         else:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
-    # ---------------------------------------------------------------- distributed checkpoint
+    # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
 
-    def chunks(self) -> list[tuple[Region, torch.Tensor]]:
+    def view_at(self, coordinate: Sequence[int]) -> ShardView:
+        """Return the shard of the rank at ``coordinate`` of the mesh."""
+        axis, placement = ragged_placement(self._spec)
+        return placement.view(coordinate[axis])
+
+    def regions(self) -> list[tuple[Region, torch.Tensor]]:
         """Return the regions of the tensor that this rank holds, and its memory of each."""
         if not self.numel():  # it has to be in a checkpoint all the same: every rank holds all of it
             return [(Region.whole(self.shape), self._local_tensor.detach().new_empty(self.shape))]
-        placement = ragged_placement(self._spec)[1]
-        own, shard = placement.slot.parameter, placement.shard(_rank_on_axis(self._spec))
+        axis, placement = ragged_placement(self._spec)
+        own, shard = placement.slot.parameter, placement.slot.shard(self._spec.mesh.get_local_rank(axis))
         local = self._local_tensor.detach()
         if not is_traceable_wrapper_subclass(local):
             return list(regions_of_slice(own.shape, own.stride, shard, local))
@@ -283,16 +163,15 @@ class RaggedDTensor(DTensor):
                 f"elements {shard.start} to {shard.start + shard.numel} of shape {tuple(self.shape)}; shard with "
                 "granularity='row', or a number of rows"
             )
-        whole = Region.whole(own.shape)  # quantized state
-        begin = shard.start // max(1, math.prod(own.shape[1:]))
-        rows = Region((begin, *whole.offsets[1:]), tuple(local.shape))
+        begin = shard.start // max(1, math.prod(own.shape[1:]))  # of quantized state
+        rows = Region((begin, *[0] * (local.dim() - 1)), tuple(local.shape))
         return [(rows, local)] if shard.numel else []
 
     def __create_chunk_list__(self) -> list[Any]:
         """The chunks that this rank holds, for distributed checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r, _ in self.chunks()]
+        return [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r, _ in self.regions()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         """What this rank writes of the tensor, for distributed checkpoint."""
@@ -311,14 +190,13 @@ class RaggedDTensor(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """The memory of one chunk of this rank, for distributed checkpoint."""
-        for region, part in self.chunks():
+        for region, part in self.regions():
             if index.offset is None or tuple(index.offset) == region.offsets:
                 return part
         raise ValueError(f"{index.fqn}: this rank has no chunk at {index.offset}")
 
 
-# Types whose local tensors optimizers and norms may use in their place.
-SHARDED_TYPES: frozenset[type] = frozenset({DTensor, RaggedDTensor})
+register_placement(RaggedShard, RaggedDTensor)
 
 # Operations on every element that torch does not mark as such, and those that only look at or copy a tensor.
 _LOCAL = {
@@ -341,11 +219,6 @@ _LOCAL = {
     "zero_",
     "zeros_like",
 }
-_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "any", "all"}
-# Random operations that read no values of the tensor: those would be needed of all elements.
-_DRAWN = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
-_DRAWN |= {"rand_like", "randn_like", "randint_like"}
-_NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
 _FUNCTIONS = (
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor "
     "frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
@@ -365,32 +238,14 @@ def _keeps_shape(name: str, tensor: RaggedDTensor, args: tuple[Any, ...]) -> boo
 
 def make_ragged(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     """Make the ragged DTensor of ``spec``, in the dtype of ``local``."""
-    meta = spec.tensor_meta
-    assert meta is not None
-    if meta.dtype is not local.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    made: Any = DTensor.__new__(RaggedDTensor, local, hashed(spec), requires_grad=False)
-    return cast("RaggedDTensor", made)
+    return cast("RaggedDTensor", dtensor(local, hashed(with_dtype(spec, local.dtype))))
 
 
-def _rank_on_axis(spec: DTensorSpec) -> int:
-    axis, _ = ragged_placement(spec)
-    return spec.mesh.get_local_rank(axis)
-
-
-def part_of(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of a DTensor that is replicated on the ragged axis."""
-    return ragged_placement(spec)[1].part(value._local_tensor.detach(), _rank_on_axis(spec)).clone()
-
-
-def replicated_on(value: Any, spec: DTensorSpec) -> DTensor:
-    """``value``, a tensor of the global shape, as a DTensor that is replicated on the mesh of ``spec``."""
-    placements = [Replicate()] * spec.mesh.ndim
-    if isinstance(value, RaggedDTensor):
-        value = value.unsharded()
+def part_of(value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Copy this rank's part of a tensor of the global shape: a DTensor, or a plain one that all ranks have."""
     if isinstance(value, DTensor):
-        return value.redistribute(spec.mesh, placements)
-    return DTensor.from_local(value, spec.mesh, placements, run_check=False)
+        value = value.redistribute(spec.mesh, [Replicate()] * spec.mesh.ndim)._local_tensor
+    return part_here(value.detach(), spec).clone()
 
 
 def _gathered(tensor: RaggedDTensor) -> DTensor:
@@ -398,24 +253,13 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
     spec, local = tensor._spec, tensor._local_tensor
     axis, placement = ragged_placement(spec)
     own = placement.slot.parameter
-    device = local.device if local.is_meta else _device_of(spec.mesh)
+    device = "meta" if local.is_meta else spec.mesh.device_type
     whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=device)
     if not local.is_meta:
-        ranges = (placement.shard(rank)[:2] for rank in range(spec.mesh.size(axis)))
+        ranges = (placement.slot.shard(rank)[:2] for rank in range(spec.mesh.size(axis)))
         gather_ranges(whole, ranges, local, spec.mesh.get_group(axis))
     placements = tuple(Replicate() if i == axis else p for i, p in enumerate(spec.placements))
-    assert spec.tensor_meta is not None
-    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-    gathered: DTensor = DTensor.__new__(
-        DTensor, whole, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False
-    )
-    return gathered
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type in ("cpu", "meta"):
-        return torch.device(mesh.device_type)
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return dtensor(whole, DTensorSpec(spec.mesh, placements, tensor_meta=with_dtype(spec, local.dtype).tensor_meta))
 
 
 # ---------------------------------------------------------------- operations
@@ -455,17 +299,16 @@ def _operand(value: Any, like: RaggedDTensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     spec = like._spec
-    _, placement = ragged_placement(spec)
     if isinstance(value, DTensor) and _placed_alike(value._spec, spec):
         # One that is no RaggedDTensor was made by DTensor.from_local of a part, or by torch, of the whole tensor.
-        local, rank = value._local_tensor, _rank_on_axis(spec)
-        if type(value) is RaggedDTensor or tuple(local.shape) == placement.local_shape(rank):
+        local = value._local_tensor
+        if type(value) is RaggedDTensor or tuple(local.shape) == view_here(spec).shape:
             return local
-        return placement.part(local, rank).clone()
+        return part_here(local, spec).clone()
     if not value.dim() and like.dim():
         return value.full_tensor() if isinstance(value, DTensor) else value
     if tuple(value.shape) == tuple(like.shape):
-        return part_of(replicated_on(value, spec), spec)
+        return part_of(value, spec)
     raise NotImplementedError(
         f"expected tensors of one shape, or numbers, in an operation on a parameter that is sharded with "
         f"layout='ragged', found shapes {tuple(like.shape)} and {tuple(value.shape)}; use full_tensor()"
@@ -504,11 +347,10 @@ def _drawn(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[
     """Draw the numbers of all elements, as one process would, and keep those of this rank."""
     if any(isinstance(value, torch.Tensor) and value is not first for value in (*args, *kwargs.values())):
         raise NotImplementedError(f"{func}: expected numbers as its arguments, found a tensor; use full_tensor()")
-    placement = ragged_placement(first._spec)[1]
-    own, local = placement.slot.parameter, first._local_tensor
+    local, own = first._local_tensor, ragged_placement(first._spec)[1].slot.parameter
     whole = torch.empty_strided(own.shape, own.stride, dtype=local.dtype, device=local.device)
     drawn = func(*(whole if value is first else value for value in args), **kwargs)
-    part = placement.part(drawn, _rank_on_axis(first._spec))
+    part = part_here(drawn, first._spec)
     if func._schema.is_mutable:
         local.copy_(part)
         return first
@@ -521,19 +363,15 @@ def _new(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[st
     local = first._local_tensor
     if tuple(size) == tuple(first.shape):
         return make_ragged(func(local, local.shape, *rest, **kwargs), first._spec)
-    mesh = first._spec.mesh
-    made = func(local, size, *rest, **kwargs)
-    return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _everywhere(func(local, size, *rest, **kwargs), first)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """``torch.equal``, on all ranks."""
-    if one.shape != other.shape:
+def _equal(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compare two tensors on all ranks."""
+    if args[0].shape != args[1].shape:
         return False
-    like = one if isinstance(one, RaggedDTensor) else other
-    assert isinstance(like, RaggedDTensor)
-    same = torch.equal(_operand(one, like), _operand(other, like))
-    return bool(_over_ranks(torch.tensor(float(same), device=like._local_tensor.device), like, "min").item())
+    same = func(*(_operand(value, first) for value in args))
+    return bool(_over_ranks(torch.tensor(float(same), device=first._local_tensor.device), first, "min").item())
 
 
 def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -547,11 +385,11 @@ def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dic
     local, dtype = first._local_tensor, bound.get("dtype") or first.dtype
     if name in ("linalg_vector_norm", "norm"):
         order = bound.get("ord", bound.get("p"))
-        (norm,) = _norms([first], 2.0 if order is None else float(order))
-        return _number(norm.to(bound.get("dtype") or _norm_dtype(first.dtype)), first)
+        norms = _foreach_norm([first], 2.0 if order is None else order, bound.get("dtype"))
+        return cast("DTensor", norms[0])
     if name in ("any", "all"):
         found = getattr(local, name)().to(torch.float32)
-        return _number(_over_ranks(found, first, "max" if name == "any" else "min") != 0, first)
+        return _everywhere(_over_ranks(found, first, "max" if name == "any" else "min") != 0, first)
     if name in ("max", "amax", "min", "amin"):
         largest = name.endswith("max")
         least = -math.inf if largest else math.inf
@@ -559,23 +397,18 @@ def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dic
             info = torch.iinfo(first.dtype)
             least = info.min if largest else info.max
         value = (local.max() if largest else local.min()) if local.numel() else local.new_full((), least)
-        return _number(_over_ranks(value, first, "max" if largest else "min"), first)
+        return _everywhere(_over_ranks(value, first, "max" if largest else "min"), first)
     narrow = dtype in (torch.bfloat16, torch.float16)
     total = _over_ranks(local.sum(dtype=torch.float32 if narrow else bound.get("dtype")), first, "sum")
     total = total / first.numel() if name == "mean" else total
-    return _number(total.to(dtype) if narrow else total, first)
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm of elements of ``dtype``."""
-    return dtype.to_real()
+    return _everywhere(total.to(dtype) if narrow else total, first)
 
 
 def _over_ranks(value: torch.Tensor, like: RaggedDTensor, op: str) -> torch.Tensor:
     """Reduce what each rank has computed from its part of ``like`` over the shard axis."""
     mesh, placements = like._spec.mesh, like._spec.placements
     flagged = op in ("max", "min") and value.is_floating_point()  # back ends may lose NaN in these
-    sent = value.reshape(-1).to(_device_of(mesh))
+    sent = value.reshape(-1).to(mesh.device_type)
     if flagged:
         is_nan, side = sent.isnan(), 1.0 if op == "max" else -1.0
         sent = torch.cat([sent.masked_fill(is_nan, -side * math.inf), side * is_nan.to(sent.dtype)])
@@ -594,10 +427,9 @@ def _norms(tensors: Sequence[RaggedDTensor], order: float) -> list[torch.Tensor]
         values = torch.stack([_local_norm(tensor._local_tensor, order) for tensor in same])
         if math.isinf(order):
             found += _over_ranks(values, same[0], "max" if order > 0 else "min").unbind()
-        elif not order:
-            found += _over_ranks(values, same[0], "sum").unbind()
         else:
-            found += _over_ranks(values.pow(order), same[0], "sum").pow(1 / order).unbind()
+            power = order or 1  # a norm of order 0 is a count
+            found += _over_ranks(values.pow(power), same[0], "sum").pow(1 / power).unbind()
     return found
 
 
@@ -619,19 +451,17 @@ def _by_mesh(tensors: Sequence[RaggedDTensor]) -> Iterator[list[RaggedDTensor]]:
 def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
     """The norms of a list of tensors, which need not all be ragged."""
     ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
-    norms = iter(zip(_norms(ragged, float(ord)), ragged, strict=True))
-    found: list[Any] = []
-    for tensor in tensors:
-        if isinstance(tensor, RaggedDTensor):
-            norm, like = next(norms)
-            found.append(_number(norm.to(dtype or _norm_dtype(like.dtype)), like))
-        else:
-            found.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
-    return found
+    norms = iter(_norms(ragged, float(ord)))
+    return [
+        _everywhere(next(norms).to(dtype or tensor.dtype.to_real()), tensor)
+        if isinstance(tensor, RaggedDTensor)
+        else torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+        for tensor in tensors
+    ]
 
 
-def _number(value: torch.Tensor, like: RaggedDTensor) -> DTensor:
-    """A number that all ranks have, as a DTensor on the mesh of ``like``."""
+def _everywhere(value: torch.Tensor, like: RaggedDTensor) -> DTensor:
+    """Return what all ranks have, such as a number, as a DTensor on the mesh of ``like``."""
     mesh = like._spec.mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -680,3 +510,26 @@ def _local_at(owner: Any, value: Any) -> Any:
             f" of shape {tuple(value.shape)}"
         )
     return value
+
+
+# How operations are run that are neither on every element nor on lists. Random ones read no values of the tensor: those
+# would be needed of all elements.
+_RUN_BY = {
+    _drawn: (
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    ),
+    _equal: ("equal",),
+    _new: ("new_empty", "new_full", "new_ones", "new_zeros"),
+    _reduced: ("sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "any", "all"),
+}
+_RUNS: dict[str, Callable[..., Any]] = {name: run for run, names in _RUN_BY.items() for name in names}
