@@ -27,6 +27,7 @@ ROOMS: Mapping[str, tuple[int, float, str]] = {
     "checkpoint": (5, 2.5, "Saves and loads\nsharded state"),
     "wrap": (5, 7.5, "Wrap policies: which\nmodules become units"),
     "optim": (6, 2.5, "Optimizers on local\ntensors, Muon, norms"),
+    "ragged": (6, 7.5, "Slices of whole units,\ncut between rows"),
     "engine": (7, 5.0, "What happens in a step, and when: units, buckets,\nparameters, prefetching, reductions, hooks"),
     "ranks": (8, 5.0, "How ranks agree: equal values, errors on every rank"),
     "comm": (9, 5.0, "All-gather, reduce-scatter and all-reduce on each back end"),

@@ -401,20 +401,16 @@ def _pack_on_lane(pending: Any, comm_stream: Any) -> None:
 
     def launch() -> Any:
         for _, each in pending:
-            each.copy_in()
+            each.pack()
         return launch_reductions(
             ((each.transport, each.request(name)) for name, each in pending), reduction.Transport.reduce_scatter
         )
-
-    def allocate() -> None:
-        for _, each in pending:
-            each.allocate()
 
     def finish() -> None:
         for _, each in pending:
             each.finalize()
 
-    reduction._issued(pending, comm_stream.issue(launch, finish, allocate=allocate))
+    reduction._issued(pending, comm_stream.issue(launch, finish))
 
 
 def _together_that_drops(self: Any, group: Any, operands: Any, issue: Any) -> Any:

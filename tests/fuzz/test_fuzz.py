@@ -153,7 +153,7 @@ def test_everything_is_drawn() -> None:
     expected = {(name, mesh) for name in ("fully_shard", "wrapper") for mesh in meshes}
     assert fronts == expected | {("replicate", (2,)), ("replicate", (3,))}
     optimizers = {(plan.optimizer.name, plan.optimizer.mode) for plan in plans}
-    assert len(optimizers) == 4 * 3
+    assert len(optimizers) == 4 * 2
 
 
 def test_plans_can_be_read_again() -> None:

@@ -64,9 +64,12 @@ class RaggedParameter(SliceParameter):
     def place(self, local: torch.Tensor) -> None:
         """Make ``sharded`` the ``RaggedDTensor`` whose local tensor is ``local``; before the layout, a plain tensor."""
         if self.slot is not None:
-            mesh = self.placement.mesh
-            placements = mesh.placements(self.ragged_placement())
-            self._place(local, ragged_spec(mesh.device_mesh, placements, local.dtype))
+            mesh, shard = self.placement.mesh, self.ragged_placement()
+            key = local.dtype, shard
+            if key not in self.placement.specs:
+                placements = mesh.placements(shard)
+                self.placement.specs[key] = ragged_spec(mesh.device_mesh, placements, local.dtype)
+            self._place(local, self.placement.specs[key])
             return
         self.local, old = local, self.sharded
         self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)

@@ -45,7 +45,7 @@ class SliceBucket(BufferBucket):
             parameter.shard, parameter.slot = shard, slot
             if parameter.original_layout is None:
                 parameter.original_layout, parameter.cut_together = self.layout, together
-            parameter.local = local = parameter.shard_on(self.shard_buffer)
+            local = parameter.shard_on(self.shard_buffer)
             if shard.numel:
                 local.copy_(parameter.local_part(value))
             parameter.place(local)

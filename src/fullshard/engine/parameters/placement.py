@@ -81,11 +81,11 @@ class ParameterPlacement:
 
     def sharded_spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return the DTensor spec of the sharded parameter and its gradient."""
-        found = self._specs.get(dtype)
+        found = self.specs.get(dtype)
         if found is None:
             mesh, placements = self._sharded_layout
             meta = TensorMeta(self.shape, self.stride, dtype)
-            found = self._specs[dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
+            found = self.specs[dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
         return found
 
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,8 @@ class ParameterPlacement:
         return gradient
 
     @cached_property
-    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
+    def specs(self) -> dict[Any, DTensorSpec]:
+        """Specs that were made, by dtype, or by what else decides them: parameters placed alike share them."""
         return {}
 
     @cached_property
