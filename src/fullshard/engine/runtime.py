@@ -77,7 +77,7 @@ _runtimes: weakref.WeakKeyDictionary[Unit, Runtime] = weakref.WeakKeyDictionary(
 
 
 class Runtime:
-    """Drives the units of one root. Refers to them weakly; they hold it."""
+    """Drives the units of one root, which it refers to weakly."""
 
     root: weakref.ref[Unit]
     comm_streams: CommStreams
@@ -169,7 +169,7 @@ class Runtime:
         return output
 
     def abort_forward(self, unit: Unit) -> None:
-        """The forward raised: leave a state from which the next one starts clean."""
+        """Clean up after a forward that raised, so that the next one starts from a clean state."""
         forward = unit.open_forwards.pop()
         if not hooks.in_backward():  # a recomputation may end early, by an exception
             PROGRESS.failed(f"forward of {unit.described}")
@@ -215,7 +215,7 @@ class Runtime:
     def _end_forward(
         self, unit: Unit, module: nn.Module, forward: OpenForward, events: hooks.BackwardEvents | None
     ) -> None:
-        """The unit has computed: reshard it, or keep it for backward, and remember the order for backward."""
+        """Reshard a unit that has computed, or keep it for backward, and remember the order for backward."""
         unit.enter_phase(forward.resumes)
         if not unit.phase.is_backward:  # else recomputed inside of its own backward, which needs it next
             self._reshard_when_all_have_run(unit, module, has_backward=events is not None)
@@ -507,7 +507,7 @@ class Runtime:
     # ---------------------------------------------------------------- reductions
 
     def reduce(self, unit: Unit, *, all_reduce: bool | None = None) -> None:
-        """Begin to reduce the gradients of ``unit``, as soon as few enough reductions are in flight.
+        """Begin to reduce the gradients of ``unit``, once few enough reductions are in flight.
 
         Args:
             unit: Some of whose parameters may have unsharded gradients.
@@ -533,7 +533,7 @@ class Runtime:
     # ---------------------------------------------------------------- state of the step
 
     def units(self) -> list[Unit]:
-        """The units that still exist."""
+        """Return the units that still exist."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     @property
@@ -620,7 +620,7 @@ def _attach(root: Unit) -> Runtime:
 
     Raises:
         FullshardError: If manual finalization of backward was asked for below the root.
-    UnmaterializedParameterError: If parameters are still on the meta device.
+        UnmaterializedParameterError: If parameters are still on the meta device.
         TiedParameterError: If units share a parameter without a common unit above them.
         PhaseError: If a unit below is in the middle of a step of its own.
     """

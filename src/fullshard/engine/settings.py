@@ -64,9 +64,10 @@ class UnitPolicy(NamedTuple):
         return dtype
 
     def gradient_dtypes(self, parameters: Sequence[ShardedParameter]) -> list[torch.dtype | None]:
-        """The dtypes in which gradients of a unit's parameters are reduced, as their ``grad_dtype`` says it.
+        """Return the dtypes in which gradients of a unit's parameters are reduced, as their ``grad_dtype`` sets it.
 
-        Those of parameters of one dtype are reduced in the widest of theirs. None: what else the policy says.
+        Gradients of parameters of one dtype are reduced in the widest ``grad_dtype`` among them. None: as the policy
+        sets it.
         """
         if REDUCES_IN_PARAM_DTYPE or self.precision.reduce_dtype:
             return [None] * len(parameters)
@@ -80,7 +81,7 @@ class UnitPolicy(NamedTuple):
     def storage(
         self, dtype: torch.dtype, override: torch.dtype | None, gradient: torch.dtype | None, *, offload: bool
     ) -> Storage:
-        """Dtypes and devices of a bucket.
+        """Return the dtypes and devices of a bucket.
 
         Args:
             dtype: Of its parameters.
@@ -124,7 +125,7 @@ class CommStreams(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> CommStreams:
-        """New streams on ``device``."""
+        """Make new streams on ``device``."""
         return cls(*(make_comm_stream(device, priority=-1) for _ in range(3)))
 
 
@@ -140,7 +141,7 @@ class ReductionSettings:
     hook_stream: Stream | None = None
 
     def terms(self, mesh: ShardMesh, storage: Storage, *, all_reduce: bool) -> ReductionTerms:
-        """The terms of a reduction of one bucket."""
+        """Return the terms of a reduction of one bucket."""
         half = storage.reduce_dtype is torch.float16
         first, last = _scalings(mesh.world_size, mesh.replicas, self.divide_factor, half, native=not self.force_sum)
         if mesh.world_size == 1 and mesh.replica_transport.hooked:
@@ -153,7 +154,7 @@ class ReductionSettings:
 def _scalings(
     ranks: int, copies: int, factor: float | None, half: bool, native: bool
 ) -> tuple[GradScaling, GradScaling]:
-    """How sums over the shard axis, of so many ranks, and then over the replicate axis are scaled."""
+    """Return how sums are scaled over the shard axis (``ranks``), and then over the replicate axis (``copies``)."""
     scatter, replicas = float(ranks), float(copies)
     if factor is not None and factor != scatter * replicas:
         scatter, replicas = factor, 1.0
@@ -201,7 +202,7 @@ class UnitSettings:
     around_forward: Callable[[Any], contextlib.AbstractContextManager[object]] | None = None
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
-        """``mesh`` with the transports that the user's choices call for. A single rank needs none but its own."""
+        """Return ``mesh`` with the custom, hooked or quantized transports that the user set."""
         custom, shard, replicas = self.collectives, mesh.transport, mesh.replica_transport
         if custom.quantization is not None:
             return custom.quantization.on(mesh)

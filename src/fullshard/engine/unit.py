@@ -1,6 +1,6 @@
 """One unit: the parameters that are all-gathered and reduced together, their buckets, and the states they are in.
 
-A unit does what it is told and knows nobody above it; ``fullshard.engine.runtime`` says when.
+A unit knows nothing of the runtime that drives it (``fullshard.engine.runtime``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _owners: weakref.WeakKeyDictionary[ShardedParameter, weakref.ref[Unit]] = weakre
 class Unit:
     """Parameters that are all-gathered together before they are computed with, and reduced together after.
 
-    What FSDP2 has in its parameter groups and the states of their modules. Buckets divide it by mesh and dtype.
+    The counterpart of FSDP2's ``FSDPParamGroup`` and ``FSDPState``. Buckets divide it by mesh and dtype.
     Owned by its modules, which it refers to weakly.
     """
 
@@ -189,7 +189,7 @@ class Unit:
         return sum(bucket.unsharded_bytes for bucket in self.buckets)
 
     def change_transports(self) -> None:
-        """Communicate as the settings say now.
+        """Rebuild all-gathers and reduction plans for the transports that the settings ask for now.
 
         Raises:
             FullshardError: If gradients wait for their all-reduce: where they lie depends on how they were reduced.

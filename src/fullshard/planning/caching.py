@@ -1,4 +1,4 @@
-"""What a caching allocator reserves for a sequence of allocations and frees, by the rules of torch's."""
+"""Bytes that a caching allocator reserves for a sequence of allocations and frees, by the rules of torch's."""
 
 from __future__ import annotations
 

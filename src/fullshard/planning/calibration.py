@@ -185,7 +185,7 @@ class _Meter:
 
 
 def _measured(ranks: int, seconds: float, on_node: int) -> dict[str, Any]:
-    """The figures of this rank; ``on_node``: ranks of each node."""
+    """Return the figures of this rank; ``on_node``: ranks of each node."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if accelerator is None else accelerator
     keep_freed_memory_by_default()
@@ -210,7 +210,7 @@ def _measured(ranks: int, seconds: float, on_node: int) -> dict[str, Any]:
 
 
 def _groups(ranks: int, on_node: int) -> dict[str, dist.ProcessGroup | None]:
-    """The ranks of this one's node, and all ranks, as far as they are several."""
+    """Return the groups of this rank's node and of all ranks, without groups of one rank."""
     groups: dict[str, dist.ProcessGroup | None] = {}
     if on_node > 1:
         groups["inner"] = dist.group.WORLD if on_node == ranks else dist.new_subgroups(on_node)[0]  # type: ignore[no-untyped-call]
@@ -324,7 +324,7 @@ def _nothing() -> None:
 def _all_gather(
     device: torch.device, group: dist.ProcessGroup, nbytes: int, meanwhile: Callable[[], None] = _nothing
 ) -> Callable[[], None]:
-    """As the transport of CPU ranks does it; the back end's on accelerators."""
+    """All-gather as the transport of CPU ranks does, and on accelerators with the back end's own collective."""
     output = torch.zeros(nbytes // group.size() * group.size(), dtype=torch.uint8, device=device)
     own = output.chunk(group.size())[group.rank()]
     transport = GlooTransport(group) if device.type == "cpu" else None

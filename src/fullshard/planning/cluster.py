@@ -174,7 +174,7 @@ _LATENCY = 20e-6  # within a node
 
 
 def _outer(inner: Link) -> dict[int, Link]:
-    """The links between nodes: see [Note: What is known of the network]."""
+    """Return the links between nodes: see [Note: What is known of the network]."""
     return {
         nodes: dataclasses.replace(
             inner,

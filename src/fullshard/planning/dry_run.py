@@ -76,7 +76,7 @@ class _ClusterNetwork(Network):
 
 @dataclass(frozen=True)
 class Step:
-    """What a dry run found about the last of its steps.
+    """Figures of the last step of a dry run.
 
     Attributes:
         seconds: From its begin until the device is through.

@@ -79,7 +79,7 @@ class Ledger:
     _made: int = 0
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of a tensor is noted."""
+        """Return True if the storage of a tensor is noted."""
         return tensor.untyped_storage()._cdata in self._known
 
     def see(self, tensor: torch.Tensor) -> None:

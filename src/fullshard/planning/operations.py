@@ -1,4 +1,4 @@
-"""What operations cost: a roofline of their floating-point operations and of the bytes that they read and write."""
+"""Costs of operations: a roofline of their floating-point operations and of the bytes that they read and write."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Plan(PlannedStep, ShardingPlan):
-    """What a training step takes, by ``plan``.
+    """Memory and time of a training step, as ``plan`` predicts them.
 
     It is taken by ``fully_shard(model, policy=plan)`` and ``fullshard.shard(model, plan=plan)``, which shard the model
     as the plan says.

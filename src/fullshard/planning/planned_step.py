@@ -18,7 +18,7 @@ __all__ = ["PlannedStep"]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a training step of a model takes on a cluster, with some choices.
+    """Memory and time of one training step of a model on a cluster, with some choices.
 
     Attributes:
         model: Name of the model's class.

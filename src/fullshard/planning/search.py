@@ -226,7 +226,7 @@ def _verdict(other: Choices, best: Choices, found: _Estimate, ours: _Estimate) -
 
 
 def _alike(blocks: Sequence[nn.Module]) -> bool:
-    """Whether all blocks have modules of the same classes and parameters of the same shapes."""
+    """Return True if all blocks have modules of the same classes and parameters of the same shapes."""
     kinds = {
         (
             tuple((name, type(module)) for name, module in block.named_modules()),

@@ -69,7 +69,7 @@ class Passage:
 
 
 class Device(Protocol):
-    """What computes beside one link, and waits for its messages: a host, or streams."""
+    """A computing device beside one link, which waits for its messages: a host, or streams."""
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
         """Send a launch after everything that was begun before; ``fill`` writes the outputs."""

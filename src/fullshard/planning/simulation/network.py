@@ -14,7 +14,7 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives cost among some ranks: ``latency + bytes / bandwidth``.
+    """Time of collectives among some ranks: ``latency + bytes / bandwidth``.
 
     Attributes:
         bandwidth: Bytes per second that a rank receives in a large collective. Between nodes over gloo: that a node
