@@ -182,7 +182,7 @@ def _checkpointed(model: nn.Module, choice: object) -> set[nn.Module]:
         if not selected:
             raise ValueError(f"{_API}: checkpoint_activations: the function returned True for no module")
         return selected
-    found = [block for each in repeated_blocks(ModuleTree(model)) for block in each.blocks]
+    found = [block for each in repeated_blocks(ModuleTree(model, sharded=True)) for block in each.blocks]
     found = [block for block in found if plain_module(block)._modules]  # to recompute a single layer saves nothing
     # Rounded, for 0.1 * 10 is to be 1.
     blocks = {block for at, block in enumerate(found) if int(round((at + 1) * share, 9)) > int(round(at * share, 9))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from fullshard.dropin import inheritance
 from fullshard.dropin.errors import MixedEnginesWarning
 from fullshard.dropin.names import FSDP, is_torch_fsdp
 from fullshard.dropin.stand_ins import StandIns
+from fullshard.frontend.arguments import LAYOUT_VARIABLE
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -70,6 +72,8 @@ def install(*, quiet: bool = False) -> contextlib.ExitStack:
         if _current is not None:
             return undo
         _warn_of_torch_modules()
+        if os.environ.get(LAYOUT_VARIABLE) == "ragged":
+            importlib.import_module("fullshard.ragged")  # programs that do not know fullshard cannot
         stand_ins = StandIns()
         stand_ins.begin()
         _current = stand_ins

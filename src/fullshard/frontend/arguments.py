@@ -26,6 +26,7 @@ from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, S
 from fullshard.wrap.tree import check_all, has_forward
 
 __all__ = [
+    "LAYOUT_VARIABLE",
     "GranularityChoice",
     "Place",
     "PlacementFunction",

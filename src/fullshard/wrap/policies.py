@@ -328,11 +328,9 @@ def plan_for(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     root_kwargs: Mapping[str, Any] | None = None,
+    sharded: bool = False,
 ) -> WrapPlan:
     """Plan the units of a model for a policy, without changing the model.
-
-    Modules that are sharded already are skipped, with all their children, so that you can combine manual wrapping and
-    policies.
 
     Args:
         policy: A ``Policy``, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``. Or the units themselves: a
@@ -342,6 +340,8 @@ def plan_for(
         ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
         ignored_params: Parameters that are not sharded and not counted.
         root_kwargs: Arguments of the root. Each module gets a shallow copy, which a policy may override.
+        sharded: Plan for modules that are sharded already, too. Otherwise they are skipped, with all their children, so
+            that you can combine manual wrapping and policies.
 
     Returns:
         The plan; ``print(plan)`` shows it.
@@ -362,7 +362,7 @@ def plan_for(
         ```
     """
     kwargs = dict(root_kwargs or {})
-    tree = ModuleTree(root, ignored_modules, ignored_params)
+    tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
     reason = ""
     if isinstance(policy, Policy):
         targets = _selected(policy, tree, kwargs)

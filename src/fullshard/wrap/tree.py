@@ -76,12 +76,13 @@ class PlannedParameter:
 
 
 class ModuleTree:
-    """The modules and parameters below ``root``, each once, but none at or below a module that is sharded already.
+    """The modules and parameters below ``root``, each once.
 
     Args:
         root: Root of the tree.
         ignored_modules: Modules that are ignored with all their children and parameters. May be outside of the tree.
         ignored_params: Parameters that are ignored as well.
+        sharded: Modules that are sharded already, and all below them, are in the tree as well.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -100,6 +101,7 @@ class ModuleTree:
         root: nn.Module,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_params: Iterable[nn.Parameter] = (),
+        sharded: bool = False,
     ) -> None:
         check_all("root", [root], nn.Module)
         self.root = root
@@ -108,7 +110,8 @@ class ModuleTree:
         }
         ignored = set(check_all("ignored_params", ignored_params, nn.Parameter))
         ignored |= {p for module in self._ignored for p in module._parameters.values() if p is not None}
-        tops = [module for module in all_modules(root) if module is not root and unit_of(module) is not None]
+        below_root = () if sharded else all_modules(root)
+        tops = [module for module in below_root if module is not root and unit_of(module) is not None]
         self._closed = {below for module in tops for below in all_modules(module)} - {root}
         self._children, self._names = {}, {}
         self.modules = tuple(self._post_order(root))
