@@ -29,6 +29,7 @@ from fullshard.wrapper.state_dict.registered import (
     SaveFormat,
     load_into_full,
     load_into_slices,
+    owned_names,
     registered_for_saving,
     visible_handles,
 )
@@ -134,18 +135,19 @@ class WrapperState(nn.Module):
         Raises:
             FullshardError: If the wrappers have different settings.
         """
-        found = [(name or "<root>", wrapper._state_settings) for name, wrapper in _wrappers(module)]
-        if not found:
-            return StateDictSettings()
-        first, settings = found[0]
-        for name, other in found:
-            if other != settings:
-                raise FullshardError(
-                    f"expected the same state dict settings in all wrappers, found {settings} in {first} and {other} "
-                    f"in {name}; call set_state_dict_type on each of these modules first, or use state_dict_type, "
-                    "which restores them"
-                )
-        return settings
+        found: list[tuple[StateDictSettings, list[str]]] = []
+        for name, wrapper in _wrappers(module):
+            same_names = next((names for settings, names in found if settings == wrapper._state_settings), None)
+            if same_names is None:
+                found.append((wrapper._state_settings, same_names := []))
+            same_names.append(name or "<root>")
+        if len(found) > 1:
+            described = "; ".join(f"{settings} in {', '.join(names)}" for settings, names in found)
+            raise FullshardError(
+                f"expected the same state dict settings in all wrappers, found {described}; call "
+                "set_state_dict_type on each of these modules first, or use state_dict_type, which restores them"
+            )
+        return found[0][0] if found else StateDictSettings()
 
     @staticmethod
     @contextlib.contextmanager
@@ -216,7 +218,6 @@ class WrapperState(nn.Module):
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
-        present = set(kwargs.get("destination", args[0] if args else None) or ())
         unit = unit_at(self)
         save_format = self._save_format()
         self._close_load(writeback=False)  # of an earlier load that raised
@@ -234,8 +235,8 @@ class WrapperState(nn.Module):
                 device = torch.device("cpu") if save_format.offload else handle.flat.device
                 state[prefix + handle.name] = handle.as_dtensor(device)
         if not save_format.saves:
-            for name in state.keys() - present:
-                del state[name]
+            for name in self._saved_names():
+                state.pop(prefix + name, None)
         metadata = getattr(state, "_metadata", None)
         if metadata is not None:
             own = metadata.pop(f"{prefix}{WRAPPED}", None)
@@ -269,6 +270,16 @@ class WrapperState(nn.Module):
         finally:
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
+
+    def _saved_names(self) -> Iterator[str]:
+        """Yield the keys that this wrapper, and no nested one, has in a state dict."""
+        unit = unit_at(self)
+        yield from (name for name, _ in owned_names(self, unit))
+        yield from (handle.name for handle in visible_handles(unit))
+        managed = set(self._managed)
+        for prefix, module in self.named_modules(remove_duplicate=False):
+            if module in managed:
+                yield from (clean_name(f"{prefix}.{name}") for name in module._buffers)
 
     # ---------------------------------------------------------------- loading
 
