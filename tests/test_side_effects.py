@@ -78,6 +78,7 @@ def observe(rank: Rank, layout: str | None) -> Mapping[str, set[str]]:
         train(theirs)  # what torch sets up when it is first used
     before = names()
     import fullshard.dropin
+    import fullshard.ragged
 
     imported = names()
     os.environ["FULLSHARD_LAYOUT"] = "per_parameter" if layout is None else layout
@@ -89,14 +90,10 @@ def observe(rank: Rank, layout: str | None) -> Mapping[str, set[str]]:
     undo = fullshard.dropin.enable_torch_state_dict_functions()
     enabled = names()
     undo.close()
-    undo = fullshard.dropin.enable_ragged_placements()
-    ragged = names()
-    undo.close()
     return {
         "import": changed(before, imported),
         "sharding": changed(imported, sharded),
         "state dict functions": {name.rpartition(".")[0] for name in changed(sharded, enabled)},
-        "ragged placements": {name.rpartition(".")[2] for name in changed(sharded, ragged)},
         "undone": changed(sharded, names()),
     }
 
@@ -119,7 +116,6 @@ def test_torch_is_left_as_it_is(unaware: RankPool, layout: str | None) -> None:
             "import": set(),
             "sharding": {"RemovableHandle.next_id", *hooks},  # torch counts hooks, whoever registers them
             "state dict functions": {"torch.distributed.checkpoint.state_dict"},
-            "ragged placements": {"from_local", "distribute_tensor", "_distribute_tensors", "_marked_safe_globals_set"},
             "undone": set(),
         }
     ]

@@ -30,7 +30,6 @@ from fullshard import (
     shard,
     wrap,
 )
-from fullshard.dropin import Installation, UnsupportedClientError
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.optim import Muon, localize
 from fullshard.wrap import ModuleWrapPolicy, WrapPlan
@@ -151,10 +150,7 @@ def matrix_optimizer(model: nn.Module) -> optim.MatrixOptimizer:
 
 def in_place_of_torch() -> bool:
     """Install and uninstall the drop-in."""
-    try:
-        installation: Installation = fullshard.dropin.install()
-    except UnsupportedClientError:
-        return False
-    assert str(installation)
+    with fullshard.dropin.install():
+        assert dropin.installed()
     dropin.uninstall()
     return not dropin.installed()

@@ -92,7 +92,7 @@ def apply_activation_checkpointing(
     def wrap(module: nn.Module, kwargs: dict[str, Any], _left_out: frozenset[nn.Parameter]) -> nn.Module:
         return checkpoint_wrapper_fn(module, **kwargs)
 
-    plan_for(policy, model).apply(wrap)
+    plan_for(policy, model, sharded=True).apply(wrap)
 
 
 def offload_activations(

@@ -57,17 +57,6 @@ WIDTH = 128
 QUANTIZED = {AdamW8bit: "OptimState8bit", AdamW4bit: "OptimState4bit", AdamWFp8: "OptimStateFp8"}
 
 
-def blocks_of_4096(_: str, parameter: nn.Parameter) -> int:
-    """Rows of which a quantized optimizer makes whole blocks: it quantizes 4,096 elements and more."""
-    return 4096 // parameter.shape[1]
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "per parameter": {},
-    "ragged": {"layout": "ragged", "granularity": blocks_of_4096},
-}
-
-
 @contextmanager
 def installed() -> Iterator[None]:
     """fullshard in the place of torch's FSDP; optimizers of torchao without their compilation, which takes long."""
@@ -390,13 +379,12 @@ def test_quantized_optimizer_on_the_wrapper(rank: Rank, use_orig_params: bool) -
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimizer], layout: str) -> None:
+def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimizer]) -> None:
     """Quantized state is saved as it is, and a run that goes on from it has the same losses, bit by bit."""
     with installed(), folder() as path:
 
         def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-            model = sharded(plain_model(), rank, **LAYOUTS[layout])
+            model = sharded(plain_model(), rank)
             return model, kind(model.parameters(), lr=1e-2)
 
         model, optimizer = begin()
@@ -429,34 +417,3 @@ def test_example_runs(tmp_path: Path) -> None:
     found = re.findall(r"step (\d) loss (\S+)", printed)
     assert [int(step) for step, _ in found] == [0, 1, 2, 3, 4, 5, 3, 4, 5]
     assert found[3:6] == found[6:9] and float(found[5][1]) < float(found[0][1])
-
-
-# ---------------------------------------------------------------- the ragged layout
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.__name__)
-def test_quantized_state_does_not_depend_on_the_mesh(rank: Rank, kind: type[torch.optim.Optimizer]) -> None:
-    """With slices that end between blocks, parameters and state are those of an unsharded run, bit by bit."""
-    with installed():
-        plain = plain_model()
-        model = sharded(plain_model(), rank, **LAYOUTS["ragged"])
-        optimizers = kind(plain.parameters(), lr=1e-2), kind(model.parameters(), lr=1e-2)
-        for step in range(4):
-            generator = torch.Generator().manual_seed(step)
-            for whole, ours in zip(plain.parameters(), model.parameters(), strict=True):
-                whole.grad = torch.randn(whole.shape, generator=generator)
-                ours.grad = torch.distributed.tensor.distribute_tensor(whole.grad, rank.mesh, ours.placements)
-            for optimizer in optimizers:
-                optimizer.step()
-        assert state_kinds(optimizers[1]) == {QUANTIZED[kind]}
-        for whole, ours in zip(plain.parameters(), model.parameters(), strict=True):
-            assert_equal(ours.full_tensor().detach(), whole.detach(), "parameter")
-            for name in ("exp_avg", "exp_avg_sq"):
-                state, expected = optimizers[1].state[ours][name], optimizers[0].state[whole][name]
-                first = ours.placements[0].shard(rank.rank).start
-                codes = expected.codes.view(-1)
-                per_code = whole.numel() // codes.numel()
-                local = state.to_local()
-                found = local.codes.view(-1) if local.numel() else codes[:0]
-                assert_equal(found, codes[first // per_code :][: len(found)], name)

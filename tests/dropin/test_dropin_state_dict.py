@@ -182,7 +182,7 @@ def test_a_rank_without_a_shard_loads(rank: Rank, kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["flat", "rows"])
 def test_cpu_offload_without_accelerator(rank: Rank, kind: str) -> None:
     """Offloading works, and says once that there is nothing to pin."""
-    arguments._warn_unpinned.cache_clear()
+    arguments.warn_if_unpinned.cache_clear()
     with dropin.install(quiet=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fsdp = torchs()

@@ -20,14 +20,13 @@ import torch.distributed.tensor as torch_tensors
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from checkpoint.kinds import shared_folder
 from compare import assert_close, assert_equal
 from front_ends import assert_same_values, assert_trains_alike, build, full_gradients
 from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
-from fullshard.dropin import enable_ragged_placements
 from fullshard.engine.buckets.formats import added_layouts
 from fullshard.engine.ownership import nested_units
 from fullshard.optim import Muon
@@ -417,64 +416,9 @@ def test_full_state_dicts(rank: Rank) -> None:
     assert_equal(model.layers[0].weight.full_tensor().detach(), reference.layers[0].weight.detach(), "replaced")
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_parts_that_torch_makes(rank: Rank, granularity: Any) -> None:
-    """``from_local`` and ``distribute_tensor`` with a parameter's placements make ragged tensors, or raise."""
-    with enable_ragged_placements():
-        model, reference = sharded(rank, granularity)
-        replicated = DTensor.from_local(torch.ones(2, 2), rank.mesh, [Replicate()])
-        for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
-            local = ours.to_local().detach()
-            made = DTensor.from_local(local.clone(), ours.device_mesh, ours.placements)
-            assert type(made) is RaggedDTensor and (made.shape, made.stride()) == (whole.shape, whole.stride())
-            assert_equal(made.full_tensor(), whole.detach(), "from_local")
-            part = local.clone().requires_grad_()
-            given = {
-                "placements": ours.placements,
-                "device_mesh": rank.mesh,
-                "shape": ours.shape,
-                "stride": ours.stride(),
-            }
-            (DTensor.from_local(part, **given) * 2).to_local().sum().backward()
-            assert_equal(part.grad, torch.full_like(local, 2), "gradient")
-            values = whole.detach() if rank.rank == 0 else torch.zeros_like(whole)
-            distributed = distribute_tensor(values, rank.mesh, ours.placements)
-            assert type(distributed) is RaggedDTensor and not distributed.requires_grad
-            assert_equal(distributed.full_tensor(), whole.detach(), "distribute_tensor")
-            own = distribute_tensor(nn.Parameter(whole.detach()), rank.mesh, ours.placements, src_data_rank=None)
-            assert own.requires_grad and own.is_leaf
-            assert_equal(own.to_local().detach(), local, "distribute_tensor without communication")
-            with pytest.raises(ValueError, match=r"expected this rank's part, of shape .* use distribute_tensor"):
-                DTensor.from_local(whole.detach().new_empty(4, 4, 4), rank.mesh, ours.placements)
-            with pytest.raises(ValueError, match=r"of shape \(9, 9\)"):
-                DTensor.from_local(local, rank.mesh, ours.placements, shape=torch.Size((9, 9)), stride=(9, 1))
-            with pytest.raises(ValueError, match=r"distribute_tensor: expected a tensor of shape"):
-                distribute_tensor(torch.zeros(3, 3, 3), rank.mesh, ours.placements)
-            for reduce, expected in ((torch.sum, 1.0), (torch.mean, 1 / whole.numel())):
-                part = local.clone().requires_grad_()
-                reduce(DTensor.from_local(part, rank.mesh, ours.placements)).full_tensor().backward()
-                assert_close(part.grad, torch.full_like(local, expected), f"gradient of {reduce.__name__}", 1e-6)
-            if local.dim() == 2:
-                strided = local.t().contiguous().t()
-                made = DTensor.from_local(strided, rank.mesh, ours.placements)
-                assert_equal(made.full_tensor(), whole.detach(), "of other strides")
-            with pytest.raises(ValueError, match="expected grad_placements"):
-                DTensor.from_local(local, rank.mesh, ours.placements, grad_placements=[Replicate()])
-            with rank.mesh:
-                assert type(DTensor.from_local(local, placements=ours.placements)) is RaggedDTensor
-            with pytest.raises(ValueError, match="different placements"):
-                distribute_tensor(tensor=replicated, device_mesh=rank.mesh, placements=ours.placements)
-        plain = DTensor.from_local(torch.ones(2, 2), rank.mesh, [Shard(0)])
-        assert type(plain) is DTensor and plain.shape == (2 * rank.world_size, 2)
-        assert type(distribute_tensor(torch.ones(4, 2), rank.mesh, [Shard(0)])) is DTensor
-        with pytest.raises(TypeError):
-            DTensor.from_local()  # type: ignore[call-arg]
-
-
 @on_ranks(1, 2)
 def test_torch_refuses_the_placements_by_itself(rank: Rank) -> None:
-    """Without a call torch is not patched: what it does not refuse itself is a DTensor that refuses all operations."""
+    """What torch does not refuse itself is a DTensor that refuses all operations."""
     model, _ = sharded(rank)
     ours = model.layers[0].weight
     placed = {"device_mesh": rank.mesh, "placements": ours.placements}
@@ -486,59 +430,12 @@ def test_torch_refuses_the_placements_by_itself(rank: Rank) -> None:
         return [lambda make=make, use=use: use(make()) for make in made for use in uses]
 
     for refused in calls():
-        with pytest.raises(NotImplementedError, match=r"call fullshard\.dropin\.enable_ragged_placements\(\)"):
+        with pytest.raises(NotImplementedError, match="a plain DTensor has the placement"):
             refused()
-    with enable_ragged_placements() as outer, enable_ragged_placements():
-        outer.close()
-        assert type(DTensor.from_local(ours.to_local().detach(), **placed)) is RaggedDTensor
     for make in (DTensor.from_local, torch_tensors.distribute_tensor):
         with pytest.raises(RuntimeError, match=r"not supported|unsupported placements RaggedShard"):
             make(ours.to_local().detach(), **placed)
     assert {ours.placements: 1, ours._spec: 2}[model.layers[0].weight.placements] == 1
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dicts_are_cut(rank: Rank, granularity: Any, broadcast: bool) -> None:
-    """torch's ``set_model_state_dict`` cuts full state dicts, which all ranks have or the first one, also on meta."""
-    with enable_ragged_placements():
-        model, reference = sharded(rank, granularity)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.add_(1)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-
-        def full() -> dict[str, Any]:
-            return dict(reference.state_dict()) if rank.rank == 0 or not broadcast else {}
-
-        set_model_state_dict(model, full(), options=options)
-        assert_same_values(model, reference)
-        with torch.device("meta"):
-            empty = Mlp(6, 7, 15, 5)
-        for layer in empty.layers:
-            fully_shard(layer, mesh=rank.mesh, layout="ragged", granularity=granularity)
-        fully_shard(empty, mesh=rank.mesh, layout="ragged", granularity=granularity)
-        if broadcast:
-            set_model_state_dict(empty, full(), options=options)
-        else:
-            parts = {n: distribute_tensor(full()[n], rank.mesh, p.placements) for n, p in empty.named_parameters()}
-            empty.load_state_dict(parts, assign=True)
-        assert_same_values(empty, reference)
-        assert_trains_alike(empty, reference, rank)
-
-
-@on_ranks(2)
-def test_saved_tensors_are_loaded_as_weights(rank: Rank) -> None:
-    """``torch.load(weights_only=True)``, the default, reads ragged tensors."""
-    with enable_ragged_placements():
-        model, reference = sharded(rank, "row")
-        saved = io.BytesIO()
-        torch.save(model.state_dict(), saved)
-        saved.seek(0)
-        for name, value in torch.load(saved).items():
-            assert type(value) is RaggedDTensor
-            assert_equal(value.full_tensor(), reference.state_dict()[name], name)
 
 
 @on_ranks(2)

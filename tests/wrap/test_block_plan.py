@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,7 +201,8 @@ def test_frozen_parts_and_devices_make_no_difference() -> None:
     plan = plan_blocks(model)
     assert [entry.name for entry in plan.entries] == names and "model.layers.0" in plan.mixed_frozen()
     first = model.model.layers[0]
-    rest = plan_blocks(model, sharded=lambda module: module is first, ignored_params=[model.lm_head.weight])
+    with mock.patch("fullshard.wrap.tree.unit_of", lambda module: module if module is first else None):
+        rest = plan_blocks(model, ignored_params=[model.lm_head.weight])
     assert [entry.name for entry in rest.entries] == ["model.embed_tokens", "model.layers.1", "model.layers.2"]
 
 

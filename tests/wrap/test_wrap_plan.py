@@ -122,13 +122,13 @@ def test_apply_wraps_children_first(case: Case) -> None:
 
     def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert module not in done
-        below = {entry.module for entry in plan.entries} & set(originals(module)) - {module}
+        below = {entry.target for entry in plan.entries} & set(originals(module)) - {module}
         assert below <= done.keys()
         done[module] = Wrapper(module)
         return done[module]
 
     plan.apply(wrap)
-    assert list(done) == [entry.module for entry in plan.entries] == list(plan.modules)
+    assert list(done) == [entry.target for entry in plan.entries] == list(plan.modules)
     after = {(id(holder), name): child for holder in originals(case.root) for name, child in holder._modules.items()}
     assert after == {slot: done.get(child, child) for slot, child in before.items()}
     assert case.root not in done
@@ -177,7 +177,7 @@ def test_cycles_of_modules() -> None:
     model = nn.Sequential(nn.Sequential(one), nn.Sequential(other))
     plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
     assert len(plan.owners()[""]) == 8
-    assert all(plan.owned_by_ancestor(entry) == set(model.parameters()) for entry in plan.entries)
+    assert all(entry.left_out == set(model.parameters()) for entry in plan.entries)
 
 
 def test_apply_refuses() -> None:
@@ -211,7 +211,7 @@ def test_a_plan_keeps_no_parameter_alive() -> None:
     model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(1))
     gc.collect()
     assert old() is None
-    assert plan.owned_by_ancestor(plan.entries[0]) == set()
+    assert plan.entries[0].left_out == set()
     assert "embed.weight = head.weight" in str(plan)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_choice(policy: Any, expected: list[str]) -> None:
     plan = plan_for(policy, model)
     assert names(plan) == expected
     modules = dict(model.named_modules())
-    assert [entry.module for entry in plan.entries] == [modules[name] for name in expected]
+    assert [entry.target for entry in plan.entries] == [modules[name] for name in expected]
     assert plan.root is model
 
 
@@ -220,10 +221,12 @@ def test_ignored_and_sharded_modules(policy: Any) -> None:
     model = Model()
     left = [name for name in ALL if not name.startswith("blocks.1")]
     assert names(plan_for(policy, model, ignored_modules=(m for m in [model.blocks[1]]))) == left
-    assert names(plan_for(policy, model, sharded=lambda m: m is model.blocks[1])) == left
+    with mock.patch("fullshard.wrap.tree.unit_of", lambda m: m if m is model.blocks[1] else None):
+        assert names(plan_for(policy, model)) == left
     assert names(plan_for(policy, model, ignored_modules=[model])) == []
     assert names(plan_for(policy, model, ignored_modules=[nn.Linear(1, 1)])) == ALL
-    assert names(plan_for(policy, model, sharded=lambda m: m is model)) == ALL  # the root is not asked
+    with mock.patch("fullshard.wrap.tree.unit_of", lambda m: m if m is model else None):
+        assert names(plan_for(policy, model)) == ALL  # the root is not asked
 
 
 def test_shared_module() -> None:

@@ -32,8 +32,8 @@ from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_bool
 from fullshard.frontend.sharded_module import (
     ShardedModule,
-    computes_on_copies,
     outside_graph,
+    run_unsharded,
     unit_at,
     units_at,
 )
@@ -42,7 +42,7 @@ from fullshard.memory import Event, Stream
 if TYPE_CHECKING:
     from fullshard.comm import AllGather, ReduceScatter
 
-__all__ = ["FSDPModule", "ReplicateModule", "run_unsharded", "share_comm_ctx"]
+__all__ = ["FSDPModule", "ReplicateModule", "share_comm_ctx"]
 
 
 class FSDPModule(ShardedModule):
@@ -758,31 +758,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             runtime.comm_streams = comm_streams
 
 
-def run_unsharded(
-    module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a forward of a sharded module: unshard, ``forward``, reshard."""
-    unit = unit_at(module)
-    if computes_on_copies(unit):
-        return forward(*args, **kwargs)
-    runtime = runtime_of(unit)
-    args, kwargs = runtime.pre_forward(unit, args, kwargs)
-    try:
-        output = forward(*args, **kwargs)
-    except BaseException:
-        runtime.abort_forward(unit)
-        raise
-    return runtime.post_forward(unit, module, output)
-
-
 def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module that torch.compile traces: the module's own forward is compiled, unshard and reshard are not."""
-    unit = unit_at(module)
-    runtime = outside_graph(runtime_of)(unit)
-    args, kwargs = outside_graph(Runtime.pre_forward)(runtime, unit, args, kwargs)
-    try:
-        output = super(FSDPModule, module).__call__(*args, **kwargs)
-    except BaseException:
-        outside_graph(Runtime.abort_forward)(runtime, unit)
-        raise
-    return outside_graph(Runtime.post_forward)(runtime, unit, module, output)
+    return run_unsharded(module, super(FSDPModule, module).__call__, args, kwargs, outside_graph)

@@ -29,13 +29,12 @@ from fullshard.frontend.arguments import (
     sharding_format,
     warn_if_unpinned,
 )
-from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
 from fullshard.wrap.plan import ShardingPlan, WrapTargets
 
-__all__ = ["check_plan", "fully_shard", "replicate"]
+__all__ = ["check_plan", "fully_shard", "replicate", "shard_as_planned"]
 
 
 @overload
@@ -185,9 +184,11 @@ def fully_shard(
             "first_rank": first_rank,
         }
         if isinstance(policy, ShardingPlan):
-            return _planned(api, module, policy, arguments)
-        with collection_paused():
-            _shard_inside(api, module, policy, arguments)
+            usual = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy(), "ignored_params": []}
+            usual |= {"granularity": "element", "first_rank": 0}
+            changed = (name for name, value in arguments.items() if value is not None and value != usual.get(name))
+            return shard_as_planned(api, module, policy, changed)
+        _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     place = placer(api, ranks, shard_placement_fn)
@@ -272,20 +273,23 @@ def replicate(
     return module
 
 
-def _planned(api: str, module: nn.Module | Sequence[nn.Module], plan: ShardingPlan, arguments: dict[str, Any]) -> Any:
-    """Shard a model as a plan says, which says what all arguments are."""
-    usual = {
-        "mp_policy": MixedPrecisionPolicy(),
-        "offload_policy": OffloadPolicy(),
-        "ignored_params": [],
-        "granularity": "element",
-        "first_rank": 0,
-    }
-    given = [name for name, value in arguments.items() if value is not None and value != usual.get(name)]
-    if given or not isinstance(module, nn.Module):
+def shard_as_planned(api: str, module: object, plan: ShardingPlan, given: Iterable[str]) -> Any:
+    """Shard a model as a plan says, which says what all arguments are.
+
+    Args:
+        api: Name of the function that was called.
+        module: The model.
+        plan: The plan.
+        given: Names of other arguments that were passed.
+
+    Raises:
+        ValueError: If there are other arguments, or several modules.
+    """
+    found = ", ".join(given)
+    if found or not isinstance(module, nn.Module):
         raise ValueError(
-            f"{api}: policy: expected one module and no other arguments beside a plan of fullshard.plan, found "
-            f"{', '.join(given) or 'a list of modules'}; plan again with these choices"
+            f"{api}: expected one module and no other arguments beside a plan of fullshard.plan, found "
+            f"{found or 'a list of modules'}; plan again with these choices"
         )
     return plan.shard(module)
 
@@ -304,7 +308,6 @@ def _shard_inside(
         module,
         ignored_params=arguments["ignored_params"],
         root_kwargs=arguments,
-        sharded=lambda found: unit_of(found) is not None,
     )
     check_plan(api, plan, arguments)
     plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from fullshard.composable.fsdp_module import FSDPModule, run_unsharded
+from fullshard.composable.fsdp_module import FSDPModule
+from fullshard.frontend.sharded_module import run_unsharded
 
 __all__ = ["register_fsdp_forward_method", "set_class", "sharded_class"]
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.activation_checkpoint import ActivationWrapper, apply_activation_checkpointing, checkpoint_wrapper
 from fullshard.composable.fsdp_module import FSDPModule
-from fullshard.composable.fully_shard import check_plan, fully_shard
-from fullshard.engine.ownership import Subtree, unit_of
+from fullshard.composable.fully_shard import check_plan, fully_shard, shard_as_planned
+from fullshard.engine.ownership import Subtree
 from fullshard.frontend.arguments import (
     check_bool,
     check_instance,
@@ -105,8 +105,15 @@ def shard(
     root_modules(_API, model)
     check_bool(f"{_API}: report", report)
     if isinstance(plan, ShardingPlan):
-        given = [mesh, mixed_precision, checkpoint_activations, offload, reshard_after_forward]
-        return _planned(model, plan, [each for each in given if each is not None and each is not False])
+        given = {
+            "mesh": mesh,
+            "mixed_precision": mixed_precision,
+            "checkpoint_activations": checkpoint_activations,
+            "offload": offload,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        passed = (name for name, value in given.items() if value is not None and value is not False)
+        return shard_as_planned(_API, model, plan, passed)  # type: ignore[no-any-return]
     precision, offload_policy = _precision(mixed_precision), _offloading(offload)
     ranks = shard_mesh_for(_API, mesh, None)
     check_reshard(_API, reshard_after_forward, ranks.world_size)
@@ -119,8 +126,7 @@ def shard(
         "ignored_params": None,
         "dp_mesh_dims": None,
     }
-    options: dict[str, Any] = {"root_kwargs": arguments, "sharded": lambda module: unit_of(module) is not None}
-    chosen = plan_blocks(model, **options) if plan is None else plan_for(plan, model, **options)
+    chosen = plan_blocks(model, root_kwargs=arguments) if plan is None else plan_for(plan, model, root_kwargs=arguments)
     check_plan(_API, chosen, arguments)
     check_parameters(_API, Subtree.of([model]), ())
     selected = _checkpointed(model, checkpoint_activations)
@@ -133,17 +139,6 @@ def shard(
     sharded = fully_shard(model, policy=units, **{**arguments, "mp_policy": precision})
     if report and dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
-    return sharded
-
-
-def _planned(model: nn.Module, plan: ShardingPlan, given: list[object]) -> FSDPModule:
-    if given:
-        raise ValueError(
-            f"{_API}: plan: expected no other arguments beside a plan of fullshard.plan, found {given}; plan again "
-            "with these choices"
-        )
-    sharded = plan.shard(model)
-    assert isinstance(sharded, FSDPModule)
     return sharded
 
 
@@ -187,7 +182,7 @@ def _checkpointed(model: nn.Module, choice: object) -> set[nn.Module]:
         if not selected:
             raise ValueError(f"{_API}: checkpoint_activations: the function returned True for no module")
         return selected
-    found = [block for each in repeated_blocks(ModuleTree(model)) for block in each.blocks]
+    found = [block for each in repeated_blocks(ModuleTree(model, sharded=True)) for block in each.blocks]
     found = [block for block in found if plain_module(block)._modules]  # to recompute a single layer saves nothing
     # Rounded, for 0.1 * 10 is to be 1.
     blocks = {block for at, block in enumerate(found) if int(round((at + 1) * share, 9)) > int(round(at * share, 9))}

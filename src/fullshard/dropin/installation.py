@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
 import threading
 import warnings
-from collections import Counter
-from types import TracebackType
 
 import torch.distributed as dist
 from torch import nn
@@ -17,45 +17,13 @@ import fullshard
 from fullshard.dropin import inheritance
 from fullshard.dropin.errors import MixedEnginesWarning
 from fullshard.dropin.names import FSDP, is_torch_fsdp
-from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.stand_ins import StandIns
+from fullshard.frontend.arguments import LAYOUT_VARIABLE
 
-__all__ = ["Installation", "install", "installed", "uninstall"]
+__all__ = ["install", "installed", "uninstall"]
 
 _current: StandIns | None = None
 _lock = threading.RLock()  # importing torch's modules may call install() again
-_lock = threading.RLock()
-
-
-class Installation:
-    """Result of ``install``: a context manager that uninstalls at its end what that call installed."""
-
-    _own: bool  # this call has installed it
-
-    def __init__(self, own: bool) -> None:
-        self._own = own
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._own:
-            uninstall()
-
-    def __str__(self) -> str:
-        """Return a summary of the replaced names in one line."""
-        if _current is None:
-            return "fullshard does not replace torch.distributed.fsdp"
-        items = [item for names in _current.names.values() for item in names.replaced.items()]
-        replaced = {name for name, value in items if not isinstance(value, NotOffered)}
-        bound = Counter(binding.module.__name__.partition(".")[0] for binding in _current.bindings)
-        rebound = "; rebound: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
-        return (
-            f"fullshard {fullshard.__version__} replaces torch.distributed.fsdp: {len(replaced)} names"
-            f"{rebound if bound else ''}"
-        )
 
 
 def installed() -> bool:
@@ -67,7 +35,7 @@ def installed() -> bool:
     return _current is not None
 
 
-def install(*, quiet: bool = False) -> Installation:
+def install(*, quiet: bool = False) -> contextlib.ExitStack:
     """Replace every name of torch's FSDP, in torch and in all libraries that use it, by fullshard's.
 
     This covers ``torch.distributed.fsdp`` with its submodules, ``torch.distributed._composable.fsdp``, ``replicate``
@@ -77,14 +45,10 @@ def install(*, quiet: bool = False) -> Installation:
     if it is installed already.
 
     Args:
-        quiet: Do not print a summary of the replaced names (to stderr, on torchrun's rank 0).
+        quiet: Do not print that names were replaced (to stderr, on torchrun's rank 0).
 
     Returns:
-        A context manager: at the end of ``with install(): ...``, this call is undone.
-
-    Raises:
-        UnsupportedClientError: If a library that has already imported these names has an unsupported version. Nothing
-            is changed then.
+        A context manager: at the end of ``with install(): ...``, this call is undone. It may be discarded.
 
     Warns:
         MixedEnginesWarning: If there are modules that torch's FSDP has sharded. They are not changed.
@@ -103,24 +67,26 @@ def install(*, quiet: bool = False) -> Installation:
         ```
     """
     global _current
+    undo = contextlib.ExitStack()
     with _lock:
         if _current is not None:
-            return Installation(own=False)
+            return undo
         _warn_of_torch_modules()
+        if os.environ.get(LAYOUT_VARIABLE) == "ragged":
+            importlib.import_module("fullshard.ragged")  # programs that do not know fullshard cannot
         stand_ins = StandIns()
         stand_ins.begin()
         _current = stand_ins
-    installation = Installation(own=True)
+    undo.callback(uninstall)
     if not quiet and os.environ.get("RANK", "0") == "0":
-        print(installation, file=sys.stderr)
-    return installation
+        print(f"fullshard {fullshard.__version__} replaces torch.distributed.fsdp", file=sys.stderr)
+    return undo
 
 
 def _warn_of_torch_modules() -> None:
     if _sharded_by_torch():
         gc.collect()  # unused modules of torch's FSDP are kept alive by cycles
-    sharded = _sharded_by_torch()
-    if sharded:
+    if sharded := _sharded_by_torch():
         warnings.warn(
             f"torch's FSDP has already sharded {len(sharded)} modules ({', '.join(sorted(set(sharded))[:3])}); "
             "fullshard neither shards nor saves them, and isinstance with names of torch.distributed.fsdp is False for "

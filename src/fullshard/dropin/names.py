@@ -1,6 +1,6 @@
 """Maps names of torch's FSDP to fullshard's objects.
 
-Public names map to fullshard's of the same name; private names that programs rely on come from ``private_names.py``.
+Public names map to fullshard's of the same name; the private one that programs import comes from ``private_names.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import fullshard
 from fullshard import activation_checkpoint, wrap
 from fullshard.dropin import private_names
-from fullshard.dropin.not_offered import NotOffered
 
 __all__ = ["StandInNames", "is_torch_fsdp", "is_torch_fsdp_module", "stand_in_names"]
 
@@ -20,16 +19,19 @@ FSDP = "torch.distributed.fsdp"
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # torch's engine, with all submodules
-# Programs import several of its names at once, to replace or subclass some later: missing names raise when used.
-COLLECTIVES = f"{FSDP}._fully_shard._fsdp_collectives"
 
-# Functions on names and plain tensors, independent of the engine: torch's own are kept.
+# Torch's own are kept: functions on names and plain tensors, independent of the engine, ...
 NEUTRAL = {
     "_all_gather_dtensor",
     "_create_chunk_dtensor",
     "_create_chunk_sharded_tensor",
     "_get_remote_device_str",
     "clean_tensor_name",
+    # ... and those to which dynamo compares the functions that it compiles.
+    "FSDPParamGroup",
+    "FSDPState",
+    "disable_fsdp_module_new_init",
+    "get_cls_to_fsdp_cls",
 }
 
 
@@ -37,7 +39,7 @@ class StandInNames(NamedTuple):
     """Names of one of torch's modules while the drop-in is installed.
 
     Attributes:
-        replaced: fullshard's objects, by name; or a ``NotOffered``, which raises when it is used.
+        replaced: fullshard's objects, by name.
         unavailable: names without a replacement, which raise when they are imported.
     """
 
@@ -72,17 +74,12 @@ def stand_in_names(module: ModuleType) -> StandInNames:
     if module.__name__ == CHECKPOINT_WRAPPER:  # fullshard uses torch's checkpoint wrappers
         replaced["apply_activation_checkpointing"] = activation_checkpoint.apply_activation_checkpointing
         return StandInNames(replaced, unavailable)
-    public, private = public_names(), private_names.PRIVATE_NAMES
+    offered = {**public_names(), "_get_mesh_info": private_names.get_mesh_info}
     for name, value in list(vars(module).items()):
         if name.startswith("__") or isinstance(value, ModuleType) or not is_torch_fsdp(value) or name in NEUTRAL:
             continue
-        owner = getattr(value, "__module__", module.__name__)
-        if (owner, name) in private:
-            replaced[name] = private[owner, name]
-        elif name in public:
-            replaced[name] = public[name]
-        elif module.__name__ == COLLECTIVES:
-            replaced[name] = NotOffered(f"{module.__name__}.{name}")
+        if name in offered:
+            replaced[name] = offered[name]
         else:
             unavailable.add(name)
     return StandInNames(replaced, unavailable)

@@ -26,6 +26,7 @@ from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, S
 from fullshard.wrap.tree import check_all, has_forward
 
 __all__ = [
+    "LAYOUT_VARIABLE",
     "GranularityChoice",
     "Place",
     "PlacementFunction",
@@ -193,19 +194,15 @@ def sharding_format(
     return PER_PARAMETER
 
 
+@functools.cache
 def warn_if_unpinned(pin: bool) -> None:
     """Warn, once per process, if memory is to be pinned but there is no accelerator."""
     if pin and not torch.accelerator.is_available():
-        _warn_unpinned()
-
-
-@functools.cache
-def _warn_unpinned() -> None:
-    warnings.warn(
-        "CPU offloading has no effect without an accelerator: parameters are already in CPU memory, and it is not "
-        "pinned",
-        stacklevel=4,
-    )
+        warnings.warn(
+            "CPU offloading has no effect without an accelerator: parameters are already in CPU memory, and it is not "
+            "pinned",
+            stacklevel=3,
+        )
 
 
 def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -> Place:

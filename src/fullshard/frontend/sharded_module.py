@@ -17,7 +17,7 @@ from fullshard.comm.quantized.mesh import MeshQuantization
 from fullshard.comm.quantized.report import QuantizationReport
 from fullshard.engine.optimizer_steps import watch_optimizers
 from fullshard.engine.ownership import Subtree, claim_parameters, nested_units, set_unit, unit_of
-from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
+from fullshard.engine.runtime import Runtime, each_runtime, ensure_idle, runtime_of, take_parameters
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
@@ -35,6 +35,8 @@ __all__ = [
     "finish_reductions",
     "make_unit",
     "outside_graph",
+    "run_unsharded",
+    "unchanged",
     "unit_at",
     "units_at",
 ]
@@ -425,3 +427,40 @@ def outside_graph(function: Callable[..., Any], recursive: bool = True) -> Calla
     if function not in _outside:
         _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
     return _outside[function]
+
+
+def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``: the counterpart of ``outside_graph`` where nothing is traced."""
+    return function
+
+
+def run_unsharded(
+    module: ShardedModule,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outside: Callable[[Callable[..., Any]], Callable[..., Any]] = unchanged,
+) -> Any:
+    """Run a forward of a sharded module: unshard, ``forward``, reshard.
+
+    Args:
+        module: The module.
+        forward: Computes with its unsharded parameters.
+        args: Positional arguments of ``forward``.
+        kwargs: Keyword arguments of ``forward``.
+        outside: ``outside_graph`` where torch.compile traces, to compile ``forward`` only.
+
+    Returns:
+        The output of ``forward``.
+    """
+    unit = unit_at(module)
+    if computes_on_copies(unit):
+        return forward(*args, **kwargs)
+    runtime = outside(runtime_of)(unit)
+    args, kwargs = outside(Runtime.pre_forward)(runtime, unit, args, kwargs)
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        outside(Runtime.abort_forward)(runtime, unit)
+        raise
+    return outside(Runtime.post_forward)(runtime, unit, module, output)

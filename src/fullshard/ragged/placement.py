@@ -48,8 +48,7 @@ class RaggedShard(Placement):
         if sys._getframe(1).f_code.co_name == "_hash_impl":
             raise NotImplementedError(
                 f"a plain DTensor has the placement {self} of a parameter that is sharded with layout='ragged', with "
-                "which torch would compute something else; call fullshard.dropin.enable_ragged_placements() before "
-                "DTensor.from_local or distribute_tensor, or use full_tensor() and Replicate()"
+                "which torch would compute something else; use full_tensor() and Replicate()"
             )
         return hash((self.slot.unsharded_offset, self.slot.slice_numel, self.slot.parameter.numel))
 

@@ -2,7 +2,7 @@
 
 from fullshard.wrap.annotate import enable_wrap, wrap
 from fullshard.wrap.block_plan import plan_blocks
-from fullshard.wrap.plan import WrapEntry, WrapFunction, WrapPlan
+from fullshard.wrap.plan import WrapFunction, WrapPlan
 from fullshard.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -16,7 +16,8 @@ from fullshard.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.wrap.units import PlannedParameter, PlannedUnit
+from fullshard.wrap.tree import PlannedParameter
+from fullshard.wrap.units import PlannedUnit
 
 __all__ = [
     "CustomPolicy",
@@ -25,7 +26,6 @@ __all__ = [
     "PlannedUnit",
     "Policy",
     "PolicyFunction",
-    "WrapEntry",
     "WrapFunction",
     "WrapPlan",
     "_Policy",

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 __all__ = ["enable_wrap", "wrap"]
 
 
-class _Wrapping(NamedTuple):
-    wrapper_cls: Callable[..., nn.Module]
-    kwargs: dict[str, Any]
-
-
 # Per thread or task: models may be built concurrently.
-_active: ContextVar[_Wrapping | None] = ContextVar("fullshard_enable_wrap", default=None)
+_active: ContextVar[partial[nn.Module] | None] = ContextVar("fullshard_enable_wrap", default=None)
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         raise TypeError(f"enable_wrap: wrapper_cls: expected a class or function, found {wrapper_cls!r}")
     if _active.get() is not None:
         raise NotImplementedError("enable_wrap: enable_wrap blocks cannot be nested")
-    token = _active.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _active.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -74,6 +70,4 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         The result of ``wrapper_cls``, or ``module`` itself outside of an ``enable_wrap`` block.
     """
     active = _active.get()
-    if active is None:
-        return module
-    return active.wrapper_cls(module, **{**active.kwargs, **wrap_overrides})
+    return module if active is None else active(module, **wrap_overrides)

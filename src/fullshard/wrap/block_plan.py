@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,6 @@ def plan_blocks(
     blocks_per_unit: int = 1,
     ignored_params: Iterable[nn.Parameter] = (),
     root_kwargs: Mapping[str, Any] | None = None,
-    sharded: Callable[[nn.Module], bool] | None = None,
 ) -> WrapPlan:
     """Plan the units of a model by its structure, without changing it. ``fullshard.shard`` uses this plan.
 
@@ -34,15 +33,14 @@ def plan_blocks(
     of the largest block. If the last of them follows the blocks, the norm before it joins its unit. Tied weights belong
     to a unit above, usually the root. If there are no repeated blocks, units are selected by size, each with at least
     an eighth of all elements. Lists of experts, known by their name, have no units in them, for ranks may call
-    different experts. The plan says which modules were found.
+    different experts. Modules that are sharded already are skipped, with all their children. The plan says which
+    modules were found.
 
     Args:
         root: The model.
         blocks_per_unit: Consecutive blocks of a list that are one unit.
         ignored_params: Parameters that are not sharded and not counted.
         root_kwargs: Arguments of the root and of each unit.
-        sharded: Returns True for modules that are already sharded. They are skipped, with all their children. None: no
-            module is.
 
     Returns:
         The plan; ``print(plan)`` shows it. Pass it, or a changed copy of ``plan.modules``, to ``fullshard.shard`` or
@@ -73,10 +71,10 @@ def plan_blocks(
         raise ValueError(f"plan_blocks: blocks_per_unit: expected at least 1, found {blocks_per_unit}")
     ignored = list(ignored_params)
     kwargs = dict(root_kwargs or {})
-    tree = ModuleTree(root, ignored_params=ignored, sharded=sharded)
+    tree = ModuleTree(root, ignored_params=ignored)
     lists = repeated_blocks(tree)
     if not lists:
-        return _by_size(tree, ignored, kwargs, sharded)
+        return _by_size(tree, ignored, kwargs)
     blocks = [block for found in lists for block in found.blocks]
     targets: dict[Any, dict[str, Any]] = {
         group: dict(kwargs) for found in lists for group in _groups(found.blocks, blocks_per_unit)
@@ -134,7 +132,6 @@ def _by_size(
     tree: ModuleTree,
     ignored: list[nn.Parameter],
     kwargs: dict[str, Any],
-    sharded: Callable[[nn.Module], bool] | None,
 ) -> WrapPlan:
     least = max(1, tree.numel(tree.root) // UNITS_BY_SIZE)
 
@@ -146,7 +143,7 @@ def _by_size(
         large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=least)
         return large and (recurse or has_forward(module))
 
-    plan = plan_for(policy, tree.root, ignored_params=ignored, root_kwargs=kwargs, sharded=sharded)
+    plan = plan_for(policy, tree.root, ignored_params=ignored, root_kwargs=kwargs)
     reason = f"units by size, of at least {least:,} elements: no list of repeated blocks was found"
     return dataclasses.replace(plan, reason=reason)
 

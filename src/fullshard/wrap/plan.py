@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import nn
 from fullshard.engine.ownership import all_modules
 from fullshard.errors import FullshardError
 from fullshard.wrap.report import table
-from fullshard.wrap.tree import ModuleTree, TreeParameter
-from fullshard.wrap.units import PlannedParameter, PlannedUnit
+from fullshard.wrap.tree import ModuleTree, PlannedParameter
+from fullshard.wrap.units import PlannedUnit
 
-__all__ = ["ShardingPlan", "WrapEntry", "WrapFunction", "WrapPlan", "WrapTargets"]
+__all__ = ["ShardingPlan", "WrapFunction", "WrapPlan", "WrapTargets"]
 
 WrapFunction = Callable[[Any, dict[str, Any], frozenset[nn.Parameter]], Any]
 WrapTargets = Mapping[Any, dict[str, Any]]  # arguments by module, or by tuple of modules that become one unit
@@ -30,33 +30,6 @@ class ShardingPlan(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class WrapEntry:
-    """One module to wrap, or several that become one unit.
-
-    Args:
-        name: Name below the plan's root, as in ``named_modules()``; of several modules, joined by ``" + "``.
-        module: The module.
-        kwargs: Arguments of the front end for this module.
-        others: Further modules of the same unit.
-    """
-
-    name: str
-    module: nn.Module = field(repr=False)
-    kwargs: dict[str, Any]
-    others: tuple[nn.Module, ...] = field(default=(), repr=False)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """All modules of the unit."""
-        return (self.module, *self.others)
-
-    @property
-    def target(self) -> Any:
-        """The module, or a tuple of several."""
-        return self.modules if self.others else self.module
-
-
-@dataclass(frozen=True, eq=False)
 class WrapPlan:
     """The modules below ``root`` that a policy wraps. Print it to inspect the units.
 
@@ -64,14 +37,12 @@ class WrapPlan:
 
     Args:
         root: The model. It becomes a unit too, but its caller wraps it, not the plan.
-        entries: Modules to wrap, children before parents, each once.
-        units: Unit of each entry, in the same order, and last the root's.
+        units: Units of the modules to wrap, children before parents, and last the root's.
         reason: Why these units, as text; empty if the policy does not say.
     """
 
     root: nn.Module = field(repr=False)
-    entries: tuple[WrapEntry, ...]
-    units: tuple[PlannedUnit, ...] = field(repr=False)
+    units: tuple[PlannedUnit, ...]
     reason: str = ""
 
     @classmethod
@@ -89,9 +60,13 @@ class WrapPlan:
         Returns:
             The plan.
         """
-        entries = _entries(tree, targets)
-        root = WrapEntry("", tree.root, dict(root_kwargs))
-        return cls(tree.root, entries, _units(tree, (*entries, root)), reason)
+        chosen = {**_chosen(tree, targets), (tree.root,): dict(root_kwargs)}
+        return cls(tree.root, _units(tree, chosen), reason)
+
+    @property
+    def entries(self) -> tuple[PlannedUnit, ...]:
+        """Units of the modules to wrap, without the root's."""
+        return self.units[:-1]
 
     @property
     def modules(self) -> dict[Any, dict[str, Any]]:
@@ -110,19 +85,6 @@ class WrapPlan:
             Lists of tuples of FQNs, by the name of the unit; ``""`` is the root.
         """
         return {unit.name: [parameter.names for parameter in unit.parameters] for unit in self.units}
-
-    def owned_by_ancestor(self, entry: WrapEntry) -> set[nn.Parameter]:
-        """Return the parameters in ``entry.module`` that it must leave out, because an ancestor unit owns them.
-
-        They are also used outside of the module. See [Note: Owner of a shared parameter].
-
-        Args:
-            entry: An entry of this plan.
-
-        Returns:
-            Parameters that are still alive.
-        """
-        return set(_owned_by_ancestor(self.units[self.entries.index(entry)]))
 
     def mixed_frozen(self) -> dict[str, list[str]]:
         """Return the units with both frozen and trainable parameters.
@@ -173,26 +135,25 @@ class WrapPlan:
                     f"wrap plan: {entry.name!r} ({type(gone).__name__}) is no longer a submodule of the root: "
                     "the model has changed since the plan was made; make a new plan"
                 )
-        owned_by_ancestor = [
-            frozenset(_owned_by_ancestor(unit)) for unit in self.units[:-1]
-        ]  # before modules change in place
-        for entry, left_out in zip(self.entries, owned_by_ancestor, strict=True):
-            if entry.others:
-                wrap(list(entry.modules), dict(entry.kwargs), left_out)
+        left_out = [entry.left_out for entry in self.entries]  # before modules change in place
+        for entry, parameters in zip(self.entries, left_out, strict=True):
+            module, *others = entry.modules
+            if others:
+                wrap(list(entry.modules), dict(entry.kwargs), parameters)
                 continue
-            new = wrap(entry.module, dict(entry.kwargs), left_out)
+            new = wrap(module, dict(entry.kwargs), parameters)
             if not isinstance(new, nn.Module):
                 raise TypeError(
                     f"wrap plan: expected a module in place of {entry.name!r}, found a {type(new).__name__}"
                 )
-            for holder, name in places[entry.module] if new is not entry.module else ():
+            for holder, name in places[module] if new is not module else ():
                 holder._modules[name] = new  # not by setattr, which containers and compiled modules override
 
 
-def _entries(tree: ModuleTree, targets: WrapTargets) -> tuple[WrapEntry, ...]:
-    """Return the entries, each after all modules below it: a unit of several modules after the last of them."""
+def _chosen(tree: ModuleTree, targets: WrapTargets) -> dict[tuple[nn.Module, ...], dict[str, Any]]:
+    """Return modules and arguments of each unit, each after all modules below: a unit of several after the last one."""
     place = {module: index for index, module in enumerate(tree.modules)}
-    entries: dict[int, WrapEntry] = {}  # by the place of the last module
+    chosen: dict[tuple[nn.Module, ...], dict[str, Any]] = {}
     seen: set[nn.Module] = set()
     for target, kwargs in targets.items():
         members = tuple(filter(tree.wrappable, target if isinstance(target, tuple) else (target,)))
@@ -201,14 +162,8 @@ def _entries(tree: ModuleTree, targets: WrapTargets) -> tuple[WrapEntry, ...]:
                 raise ValueError(f"wrap plan: expected each module in one unit, found {tree.name(module)!r} in two")
             seen.add(module)
         if members:
-            name = " + ".join(map(tree.name, members))
-            entries[max(place[module] for module in members)] = WrapEntry(name, members[0], kwargs, members[1:])
-    return tuple(entry for _, entry in sorted(entries.items()))
-
-
-def _owned_by_ancestor(unit: PlannedUnit) -> Iterator[nn.Parameter]:
-    found = (parameter.reference() for parameter in unit.owned_by_ancestor)
-    return (parameter for parameter in found if parameter is not None)
+            chosen[members] = kwargs
+    return dict(sorted(chosen.items(), key=lambda unit: max(place[module] for module in unit[0])))
 
 
 def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
@@ -221,36 +176,33 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUnit, ...]:
-    entry_of = {module: entry for entry in entries for module in entry.modules}
-    held: dict[WrapEntry, list[PlannedParameter]] = {entry: [] for entry in entries}
-    ignored = dict.fromkeys(entries, 0)
-    shared = []  # (parameter, record, owner) that descendants of the owner may have to leave out
-    for found in tree.parameters:
-        owner = _owner(found, entry_of)
-        if found.ignored:
-            ignored[owner] += 1
-            continue
-        record = PlannedParameter.of(found)
-        held[owner].append(record)
-        if len(record.names) > 1:
-            shared.append((found.parameter, record, owner))
+def _units(tree: ModuleTree, chosen: Mapping[tuple[nn.Module, ...], dict[str, Any]]) -> tuple[PlannedUnit, ...]:
+    unit_of = {module: modules for modules in chosen for module in modules}
+    owned: dict[tuple[nn.Module, ...], list[PlannedParameter]] = {modules: [] for modules in chosen}
+    for parameter in tree.parameters:
+        owned[_owner(parameter, unit_of)].append(parameter)
+    shared = [
+        (owner, parameter)
+        for owner, parameters in owned.items()
+        for parameter in parameters
+        if len(parameter.names) > 1 and not parameter.ignored
+    ]
     units = []
-    for entry in entries:
-        below = {module for top in entry.modules for module in top.modules()} if shared else set()
-        within = {id(p) for module in below for p in module._parameters.values()}
-        owned_by_ancestor = [
-            record
-            for parameter, record, owner in shared
-            if id(parameter) in within and owner is not entry and owner.module not in below
-        ]
-        classes = " + ".join(type(module).__name__ for module in entry.modules)
-        parameters = tuple(held[entry]), tuple(owned_by_ancestor)
-        units.append(PlannedUnit(entry.name, classes, entry.kwargs, *parameters, ignored[entry]))
+    for modules, kwargs in chosen.items():
+        below = {module for top in modules for module in top.modules()} if shared else set()
+        held = {id(p) for module in below for p in module._parameters.values()}
+        elsewhere = tuple(
+            parameter
+            for owner, parameter in shared
+            if owner is not modules and owner[0] not in below and id(parameter.reference()) in held
+        )
+        name = "" if modules == (tree.root,) else " + ".join(map(tree.name, modules))
+        sharded = tuple(parameter for parameter in owned[modules] if not parameter.ignored)
+        units.append(PlannedUnit(name, modules, kwargs, sharded, elsewhere, len(owned[modules]) - len(sharded)))
     return tuple(units)
 
 
-def _owner(found: TreeParameter, entry_of: Mapping[nn.Module, WrapEntry]) -> WrapEntry:
-    """Return the lowest entry with a module on every path to the parameter."""
-    first, *others = ({id(entry_of[m]): entry_of[m] for m in chain if m in entry_of} for chain in found.chains)
-    return next(entry for key, entry in reversed(first.items()) if all(key in other for other in others))
+def _owner(found: PlannedParameter, unit_of: Mapping[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
+    """Return the modules of the lowest unit with a module on every path to the parameter."""
+    first, *others = ({unit_of[module]: None for module in chain if module in unit_of} for chain in found.chains)
+    return next(modules for modules in reversed(first) if all(modules in other for other in others))

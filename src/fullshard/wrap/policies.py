@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.engine.ownership import all_modules
 from fullshard.wrap.plan import WrapPlan, WrapTargets
-from fullshard.wrap.tree import ModuleTree, TreeParameter, check_all
+from fullshard.wrap.tree import ModuleTree, PlannedParameter, check_all
 
 __all__ = [
     "CustomPolicy",
@@ -328,7 +328,7 @@ def plan_for(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     root_kwargs: Mapping[str, Any] | None = None,
-    sharded: Callable[[nn.Module], bool] | None = None,
+    sharded: bool = False,
 ) -> WrapPlan:
     """Plan the units of a model for a policy, without changing the model.
 
@@ -340,8 +340,8 @@ def plan_for(
         ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
         ignored_params: Parameters that are not sharded and not counted.
         root_kwargs: Arguments of the root. Each module gets a shallow copy, which a policy may override.
-        sharded: Returns True for modules that are already sharded. They are skipped, with all their children, so that
-            you can combine manual wrapping and policies. None: no module is.
+        sharded: Plan for modules that are sharded already, too. Otherwise they are skipped, with all their children, so
+            that you can combine manual wrapping and policies.
 
     Returns:
         The plan; ``print(plan)`` shows it.
@@ -414,7 +414,7 @@ def _chosen(
     tree: ModuleTree,
     module: nn.Module,
     seen: set[nn.Module],
-    wrapped: set[TreeParameter],
+    wrapped: set[PlannedParameter],
 ) -> Iterator[nn.Module]:
     """Yield the modules at and below ``module`` that a policy function wraps, children first.
 
@@ -433,5 +433,5 @@ def _chosen(
         yield module
 
 
-def _numel(parameters: list[TreeParameter]) -> int:
-    return sum(parameter.parameter.numel() for parameter in parameters)
+def _numel(parameters: list[PlannedParameter]) -> int:
+    return sum(parameter.numel for parameter in parameters)

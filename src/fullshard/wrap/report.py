@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,11 @@ def table(units: Sequence[PlannedUnit], ranks: int | None = None) -> str:
     With ``ranks``, there is a column of the bytes of the parameters on the first of so many ranks.
     """
     rows = [_HEADER]
-    for first, count in _runs(units):
-        unit = units[first]
+    for run in _runs(units):
+        unit = run[0]
         title, numel = unit.title, f"{unit.numel:,}"
-        if count > 1:
-            title, numel = f"{title} ... {units[first + count - 1].title}", f"{count} x {numel}"
+        if len(run) > 1:
+            title, numel = f"{title} ... {run[-1].title}", f"{len(run)} x {numel}"
         sizes = _size(unit.gather_bytes), _size(_of_rank(unit, ranks))
         rows.append((title, unit.class_name, numel, *sizes, "; ".join(_notes(unit, units))))
     total, largest = sum(unit.numel for unit in units), max(unit.gather_bytes for unit in units)
@@ -47,18 +48,11 @@ def _of_rank(unit: PlannedUnit, ranks: int | None) -> int:
     return sum(parameter.bytes_of_rank(ranks or 1) for parameter in unit.parameters)
 
 
-def _runs(units: Sequence[PlannedUnit]) -> Iterator[tuple[int, int]]:
-    """Yield index and length of runs of units that differ in their numbers only; two make no run."""
-    kinds = [_kind(unit, units) for unit in units]
-    first = 0
-    while first < len(units):
-        end = first + 1
-        while end < len(units) and kinds[end] == kinds[first]:
-            end += 1
-        if end - first < 3:
-            end = first + 1
-        yield first, end - first
-        first = end
+def _runs(units: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
+    """Yield units in runs of three or more that differ in their numbers only, and the others one by one."""
+    for _, group in itertools.groupby(units, lambda unit: _kind(unit, units)):
+        run = list(group)
+        yield from [run] if len(run) > 2 else ([unit] for unit in run)
 
 
 def _kind(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> tuple[object, ...]:

@@ -10,42 +10,69 @@ are found in one pass, without enumerating paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from fullshard.engine.ownership import all_modules
+from fullshard.engine.ownership import all_modules, unit_of
 
-__all__ = ["ModuleTree", "TreeParameter", "check_all", "has_forward"]
+__all__ = ["ModuleTree", "PlannedParameter", "check_all", "has_forward"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class TreeParameter:
-    """A parameter and its location.
+class PlannedParameter:
+    """A parameter as it was when the plan was made, and its location.
 
     Args:
-        parameter: The parameter.
         names: All its FQNs below the root, that of ``named_parameters()`` first.
+        shape: Its shape; of a DTensor, that of this rank's part.
+        numel: Number of elements.
+        dtype: Dtype of the parameter.
+        requires_grad: False if the parameter is frozen.
+        ignored: True if it is not to be sharded.
+        reference: Weak reference to the parameter, because a plan may outlive the unsharded parameters.
         chains: For each module that has it, the modules that every path from the root to that module goes through, the
             root first.
-        ignored: True if it is not to be sharded.
     """
 
-    parameter: nn.Parameter
     names: tuple[str, ...]
-    chains: tuple[tuple[nn.Module, ...], ...]
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    requires_grad: bool
     ignored: bool
+    reference: weakref.ref[nn.Parameter] = field(repr=False)
+    chains: tuple[tuple[nn.Module, ...], ...] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """First FQN."""
+        return self.names[0]
 
     @property
     def above(self) -> tuple[nn.Module, ...]:
         """Modules that every path to it goes through, the root first. See [Note: Owner of a shared parameter]."""
         return _common(list(self.chains))
+
+    def bytes_of_rank(self, ranks: int) -> int:
+        """Return the bytes of the largest shard, if the rows are sharded over ``ranks`` ranks.
+
+        Args:
+            ranks: Number of ranks of the shard axis.
+
+        Returns:
+            The bytes of the first rank's shard, in the parameter's dtype.
+        """
+        rows = -(-self.shape[0] // ranks) if self.shape else 1
+        return rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class ModuleTree:
@@ -55,8 +82,7 @@ class ModuleTree:
         root: Root of the tree.
         ignored_modules: Modules that are ignored with all their children and parameters. May be outside of the tree.
         ignored_params: Parameters that are ignored as well.
-        sharded: Returns True for modules that are already wrapped or sharded. Such modules (never ``root``), with all
-            their children, are not part of the tree. None: no module is.
+        sharded: Modules that are sharded already, and all below them, are in the tree as well.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -64,7 +90,7 @@ class ModuleTree:
 
     root: nn.Module
     modules: tuple[nn.Module, ...]  # children before parents, so the root is last
-    parameters: tuple[TreeParameter, ...]  # in the order of named_parameters()
+    parameters: tuple[PlannedParameter, ...]  # in the order of named_parameters()
     _names: dict[nn.Module, list[str]]
     _ignored: set[nn.Module]
     _closed: set[nn.Module]
@@ -75,7 +101,7 @@ class ModuleTree:
         root: nn.Module,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_params: Iterable[nn.Parameter] = (),
-        sharded: Callable[[nn.Module], bool] | None = None,
+        sharded: bool = False,
     ) -> None:
         check_all("root", [root], nn.Module)
         self.root = root
@@ -84,7 +110,9 @@ class ModuleTree:
         }
         ignored = set(check_all("ignored_params", ignored_params, nn.Parameter))
         ignored |= {p for module in self._ignored for p in module._parameters.values() if p is not None}
-        self._closed = set() if sharded is None else _closed(root, sharded)
+        below_root = () if sharded else all_modules(root)
+        tops = [module for module in below_root if module is not root and unit_of(module) is not None]
+        self._closed = {below for module in tops for below in all_modules(module)} - {root}
         self._children, self._names = {}, {}
         self.modules = tuple(self._post_order(root))
         for name, module in self._paths("", root, frozenset()):
@@ -107,17 +135,17 @@ class ModuleTree:
         """Return the name below the root, as in ``named_modules()``."""
         return self._names[module][0]
 
-    def inside(self, module: nn.Module) -> list[TreeParameter]:
+    def inside(self, module: nn.Module) -> list[PlannedParameter]:
         """Return the parameters that are used only through ``module``, without ignored ones."""
         return self._inside[module]
 
     def numel(self, module: nn.Module) -> int:
         """Return the number of elements of the parameters that are used only through ``module``."""
-        return sum(parameter.parameter.numel() for parameter in self._inside[module])
+        return sum(parameter.numel for parameter in self._inside[module])
 
     @cached_property
-    def _inside(self) -> dict[nn.Module, list[TreeParameter]]:
-        inside: dict[nn.Module, list[TreeParameter]] = {module: [] for module in self.modules}
+    def _inside(self) -> dict[nn.Module, list[PlannedParameter]]:
+        inside: dict[nn.Module, list[PlannedParameter]] = {module: [] for module in self.modules}
         for parameter in self.parameters:
             for module in () if parameter.ignored else parameter.above:
                 inside[module].append(parameter)
@@ -141,7 +169,7 @@ class ModuleTree:
             if child not in above:  # a module may contain one of its ancestors
                 yield from self._paths(_join(name, key), child, above)
 
-    def _all_parameters(self, ignored: set[nn.Parameter]) -> Iterator[TreeParameter]:
+    def _all_parameters(self, ignored: set[nn.Parameter]) -> Iterator[PlannedParameter]:
         holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self._names:
             for key, parameter in module._parameters.items():
@@ -150,8 +178,16 @@ class ModuleTree:
         dominators = self._dominators()
         for parameter, locations in holders.items():
             names = tuple(_join(name, key) for module, key in locations for name in self._names[module])
-            chains = tuple(dominators[module] for module, _ in locations)
-            yield TreeParameter(parameter, names, chains, parameter in ignored)
+            yield PlannedParameter(
+                names=names,
+                shape=tuple(getattr(parameter, "_local_tensor", parameter).shape),
+                numel=parameter.numel(),
+                dtype=parameter.dtype,
+                requires_grad=parameter.requires_grad,
+                ignored=parameter in ignored,
+                reference=weakref.ref(parameter),
+                chains=tuple(dominators[module] for module, _ in locations),
+            )
 
     def _dominators(self) -> dict[nn.Module, tuple[nn.Module, ...]]:
         """Return for each module the modules that every path to it goes through, from the root to itself."""
@@ -184,11 +220,6 @@ def _common(chains: list[tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
     if not others:
         return first
     return tuple(module for module in first if all(module in other for other in others))
-
-
-def _closed(root: nn.Module, sharded: Callable[[nn.Module], bool]) -> set[nn.Module]:
-    tops = [module for module in all_modules(root) if module is not root and sharded(module)]
-    return {below for module in tops for below in all_modules(module)} - {root}
 
 
 def _join(prefix: str, name: str) -> str:

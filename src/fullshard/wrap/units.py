@@ -2,91 +2,54 @@
 
 from __future__ import annotations
 
-import math
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.wrap.tree import TreeParameter
+from fullshard.wrap.tree import PlannedParameter
 
-__all__ = ["PlannedParameter", "PlannedUnit"]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PlannedParameter:
-    """A parameter as it was when the plan was made.
-
-    Args:
-        names: All its FQNs below the plan's root, that of ``named_parameters()`` first.
-        shape: Its shape; of a DTensor, that of this rank's part.
-        numel: Number of elements.
-        dtype: Dtype of the parameter.
-        requires_grad: False if the parameter is frozen.
-        reference: Weak reference to the parameter, because a plan may outlive the unsharded parameters.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    requires_grad: bool
-    reference: weakref.ref[nn.Parameter]
-
-    @property
-    def name(self) -> str:
-        """First FQN."""
-        return self.names[0]
-
-    @classmethod
-    def of(cls, found: TreeParameter) -> PlannedParameter:
-        """Return the record of a parameter of a tree.
-
-        Args:
-            found: Parameter of the tree.
-
-        Returns:
-            The record.
-        """
-        parameter = found.parameter
-        reference = weakref.ref(parameter)
-        shape = tuple(getattr(parameter, "_local_tensor", parameter).shape)
-        return cls(found.names, shape, parameter.numel(), parameter.dtype, parameter.requires_grad, reference)
-
-    def bytes_of_rank(self, ranks: int) -> int:
-        """Return the bytes of the largest shard, if the rows are sharded over ``ranks`` ranks.
-
-        Args:
-            ranks: Number of ranks of the shard axis.
-
-        Returns:
-            The bytes of the first rank's shard, in the parameter's dtype.
-        """
-        rows = -(-self.shape[0] // ranks) if self.shape else 1
-        return rows * math.prod(self.shape[1:]) * self.dtype.itemsize
+__all__ = ["PlannedUnit"]
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedUnit:
-    """A unit: the root, or modules that the plan wraps.
+    """One unit: the root, or one or several modules to wrap.
 
     Args:
-        name: Name of the module below the plan's root, or names joined by ``" + "``; ``""`` is the root.
-        class_name: Class of the module, or classes.
-        kwargs: Arguments of its front end.
+        name: Name below the plan's root, as in ``named_modules()``; of several modules, joined by ``" + "``. ``""`` is
+            the root.
+        modules: The module, or several that become one unit.
+        kwargs: Arguments of the front end for this unit.
         parameters: Parameters that the unit owns: in its module, in no nested unit, and used nowhere else.
-        owned_by_ancestor: Parameters in its module that an ancestor owns, because they are also used outside of it.
+        owned_by_ancestor: Parameters in its module that an ancestor owns, because they are also used outside of it: the
+            unit must leave them out. See [Note: Owner of a shared parameter].
         ignored: Number of ignored parameters in it.
     """
 
     name: str
-    class_name: str
+    modules: tuple[nn.Module, ...] = field(repr=False)
     kwargs: dict[str, Any]
     parameters: tuple[PlannedParameter, ...]
     owned_by_ancestor: tuple[PlannedParameter, ...]
     ignored: int
+
+    @property
+    def left_out(self) -> frozenset[nn.Parameter]:
+        """The parameters that the unit must leave to an ancestor, as far as they are still alive."""
+        found = (parameter.reference() for parameter in self.owned_by_ancestor)
+        return frozenset(parameter for parameter in found if parameter is not None)
+
+    @property
+    def target(self) -> Any:
+        """The module, or a tuple of several."""
+        return self.modules if len(self.modules) > 1 else self.modules[0]
+
+    @property
+    def class_name(self) -> str:
+        """Class of the module, or classes."""
+        return " + ".join(type(module).__name__ for module in self.modules)
 
     @property
     def title(self) -> str:

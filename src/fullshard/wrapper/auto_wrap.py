@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.engine.ownership import unit_of
 from fullshard.policy import MixedPrecision
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
 from fullshard.wrap.tree import ModuleTree
@@ -34,19 +33,14 @@ def plan_wrappers(
     Raises:
         TypeError, ValueError: If the policy or the arguments that it chose are invalid.
     """
-
-    def is_sharded(found: nn.Module) -> bool:
-        return unit_of(found) is not None
-
     chosen = plan_for(
         policy,
         module,
         ignored_modules=ignored_modules,
         ignored_params=ignored_parameters,
         root_kwargs=arguments,
-        sharded=is_sharded,
     )
-    if group := next((entry.name for entry in chosen.entries if entry.others), None):
+    if group := next((entry.name for entry in chosen.entries if len(entry.modules) > 1), None):
         raise ValueError(
             f"{API}: auto_wrap_policy: expected units of one module each, found {group!r}; a unit of several modules "
             "needs fully_shard"
@@ -61,7 +55,7 @@ def plan_wrappers(
             stacklevel=4,
         )
         targets.update((found, {**targets.get(found, arguments), "mixed_precision": None}) for found in full_precision)
-        tree = ModuleTree(module, ignored_modules, ignored_parameters, is_sharded)
+        tree = ModuleTree(module, ignored_modules, ignored_parameters)
         chosen = WrapPlan.of(tree, targets, arguments)
     for unit, names in chosen.mixed_frozen().items():
         warnings.warn(
@@ -78,8 +72,8 @@ def plan_wrappers(
                 f"{unknown}; valid are {sorted(arguments)}"
             )
         same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
-        own = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
-        options[entry.module] = replace(own, casts_around=True) if entry.module in full_precision else own
+        own = root_options if same else WrapperOptions.of(entry.modules[0], {**arguments, **entry.kwargs})
+        options[entry.modules[0]] = replace(own, casts_around=True) if entry.modules[0] in full_precision else own
     return chosen, options
 
 

@@ -17,17 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
-from fullshard.engine.runtime import Runtime, current_runtime, each_runtime, runtime_of
+from fullshard.engine.runtime import current_runtime, each_runtime, runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
-from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import (
     ShardedModule,
     computes_on_copies,
     finish_reductions,
     make_unit,
     outside_graph,
+    run_unsharded,
+    unchanged,
     unit_at,
 )
 from fullshard.optim.norms import clip_grad_norm_
@@ -158,19 +159,17 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         options = WrapperOptions.of(module, arguments)
         check_parameters(API, Subtree.of([module]), ignored[1])
         initializer = Initializer(module, *ignored)
-        # What initializes modules is the user's, and may leave garbage as large as the model.
-        with contextlib.nullcontext() if auto_wrap_policy is None or param_init_fn is not None else collection_paused():
-            if auto_wrap_policy is not None:
-                plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, *ignored, options)
+        if auto_wrap_policy is not None:
+            plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, *ignored, options)
 
-                def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
-                    child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-                    nn.Module.__init__(child)
-                    child._set_up(inner, chosen[inner], initializer, left_out)
-                    return child
+            def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
+                child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                nn.Module.__init__(child)
+                child._set_up(inner, chosen[inner], initializer, left_out)
+                return child
 
-                plan.apply(wrap)
-            self._set_up(module, options, initializer, frozenset())
+            plan.apply(wrap)
+        self._set_up(module, options, initializer, frozenset())
 
     def _set_up(
         self, module: nn.Module, options: WrapperOptions, initializer: Initializer, left_out: frozenset[nn.Parameter]
@@ -219,25 +218,22 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         Returns:
             The output of the wrapped module.
         """
-        unit = unit_at(self)
-        if computes_on_copies(unit):
-            return self._fsdp_wrapped_module(*args, **kwargs)
-        outside = outside_graph if torch.compiler.is_compiling() else _identity
-        dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
-        runtime = outside(runtime_of)(unit)
-        args, kwargs = outside(FullyShardedDataParallel._cast_inputs)(self, args, kwargs)
-        args, kwargs = outside(Runtime.pre_forward)(runtime, unit, args, kwargs)
-        try:
-            output = self._fsdp_wrapped_module(*args, **kwargs)
-            if dtype is not None:
-                output = cast_tensors(dtype, output)
-        except BaseException:
-            outside(Runtime.abort_forward)(runtime, unit)
-            raise
-        return outside(Runtime.post_forward)(runtime, unit, self, output)
+        outside = outside_graph if torch.compiler.is_compiling() else unchanged
+        forward: Callable[..., Any] = self._fsdp_wrapped_module
+        if not computes_on_copies(unit_at(self)):
+            if self._options.casts_around:
+                forward = functools.partial(self._forward_cast_back, _dtype_of((args, kwargs)))
+            args, kwargs = outside(FullyShardedDataParallel._cast_inputs)(self, args, kwargs)
+        return run_unsharded(self, forward, args, kwargs, outside)
+
+    def _forward_cast_back(self, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, and cast its outputs to ``dtype``, that of the inputs before their cast."""
+        output = self._fsdp_wrapped_module(*args, **kwargs)
+        return output if dtype is None else cast_tensors(dtype, output)
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cast buffers, once, and the inputs as the mixed precision says."""
+        runtime_of(unit_at(self))  # decides which wrapper is the root
         self._cast_buffers()
         dtype, precision = None, self._options.precision
         if self._options.casts_around:
@@ -527,10 +523,6 @@ def _ignored(
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters
     return ignored_modules, ignored_parameters
-
-
-def _identity(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def _dtype_of(inputs: Any) -> torch.dtype | None:

@@ -156,25 +156,19 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     device = torch.device(kind, device_id) if isinstance(device_id, int) else device_id
-    if device.type == "cpu":
-        if types:
-            raise ValueError(
-                f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}; move the module to the "
-                "CPU first, or pass its device"
-            )
-        return "cpu"
-    if accelerator is None or device.type != accelerator.type:
+    if device.type not in ("cpu", kind):
         available = "no accelerator" if accelerator is None else accelerator.type
         raise ValueError(f"{API}: device_id is {device}, but this machine has {available}; pass an available device")
-    if device.index is None:
+    if device.type != "cpu" and device.index is None:
         current = torch.accelerator.current_device_index()
         warnings.warn(f"{API}: device_id {device} has no index; using the current device, {current}", stacklevel=4)
-    else:
-        if on_accelerators - {device}:
-            raise ValueError(
-                f"{API}: device_id is {device}, but the module has parameters on "
-                f"{sorted(map(str, on_accelerators))}; move the module to {device} or to the CPU first"
-            )
+        return device.type
+    if on_accelerators - {device}:
+        raise ValueError(
+            f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, on_accelerators))}; move "
+            f"the module to {device} or to the CPU first, or pass its device"
+        )
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device.type
 

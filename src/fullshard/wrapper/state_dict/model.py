@@ -37,16 +37,6 @@ from fullshard.wrapper.state_dict.registered import (
 __all__ = ["WrapperState"]
 
 
-class _Metadata(dict[str, Any]):
-    """Versions of modules, with lookup by the names inside of wrappers too."""
-
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        super().__init__((clean_name(key), value) for key, value in metadata.items())  # the innermost module comes last
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super().get(clean_name(key), default)
-
-
 class WrapperState(nn.Module):
     """State dict methods of ``FullyShardedDataParallel``, and the settings that control them."""
 
@@ -314,7 +304,10 @@ class WrapperState(nn.Module):
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
             state_dict = OrderedDict(state_dict)
-            state_dict._metadata = _Metadata(metadata)  # type: ignore[attr-defined]
+            versions = {clean_name(key): value for key, value in metadata.items()}  # the innermost module comes last
+            names = (name for name, _ in self.named_modules(remove_duplicate=False))
+            found = {name: versions[clean_name(name)] for name in names if clean_name(name) in versions}
+            state_dict._metadata = found  # type: ignore[attr-defined]
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except BaseException:
