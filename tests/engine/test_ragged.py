@@ -371,7 +371,10 @@ def test_the_layout_is_there_after_its_import(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FULLSHARD_LAYOUT", "ragged")
     with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: 'ragged' needs `import"):
         fully_shard(nn.Linear(2, 2))
-    code = "import fullshard.dropin, fullshard.engine.buckets.formats as f; assert 'ragged' in f.added_layouts"
+    code = (
+        "import fullshard.dropin as d, fullshard.engine.buckets.formats as f; d.install(); "
+        "assert 'ragged' in f.added_layouts"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     code = "import fullshard, sys; fullshard.fully_shard; assert 'fullshard.ragged' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
