@@ -1,6 +1,6 @@
 """Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in ``fullshard.cli``.
 
-Exit codes: 0 all good; 1 problems or differences were found, or something could not be written; 2 wrong input.
+Exit codes: 0 all good; 1 problems were found, or something could not be written; 2 wrong input.
 """
 
 from __future__ import annotations
@@ -35,37 +35,26 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*")
 
 
-def inspect(path: str, *, verify: bool, other: str | None, names: str | None) -> int:
+def inspect(path: str, *, verify: bool, names: str | None) -> int:
     """Print the contents of a checkpoint.
 
     Args:
         path: Folder or URL.
         verify: Read everything and compare it with its checksums.
-        other: A second checkpoint to compare with.
         names: Pattern with ``*`` and ``?`` of the tensors and values to list. None: list the first ones.
 
     Returns:
         Exit code of the command.
     """
-    console, code = Console(), GOOD
-    with contextlib.ExitStack() as opened:
-        try:
-            checkpoint = opened.enter_context(open_checkpoint(path))
-            second = None if other is None else opened.enter_context(open_checkpoint(other))
-        except CheckpointError as error:
-            return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other)}", WRONG_INPUT)
-        if second is None or names is not None:
+    console = Console()
+    try:
+        with open_checkpoint(path) as checkpoint:
             _show_head(checkpoint, console)
             if not _show_names(checkpoint, names, console):
                 return _fail("inspect", f"no tensor or value of {path} matches {names!r}", WRONG_INPUT)
-        if verify:
-            code = _verify(checkpoint, console)
-        if second is not None:
-            try:
-                code = max(code, _diff(checkpoint, second, console))
-            except CheckpointError as error:
-                return _fail("inspect", str(error), FOUND)
-    return code
+            return _verify(checkpoint, console) if verify else GOOD
+    except CheckpointError as error:
+        return _fail("inspect", f"{error}{_perhaps(path)}", WRONG_INPUT)
 
 
 def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | None, max_shard_size: str) -> int:
@@ -200,20 +189,6 @@ def _verify(checkpoint: Checkpoint, console: Console) -> int:
     return GOOD
 
 
-def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
-    differences = checkpoint.diff(other)
-    both = f"{checkpoint.path} and {other.path}"
-    if not differences:
-        console.print(Text.assemble(("equal: ", "bold green"), f"{both} have the same contents"))
-        return GOOD
-    for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
-        console.print(Text(difference), soft_wrap=True)
-    console.print(
-        Text.assemble((_count(len(differences), "difference"), "bold red"), f" between {both}"), soft_wrap=True
-    )
-    return FOUND
-
-
 def _table(*columns: str) -> Table:
     """Return a table; columns whose names end in ``>`` are aligned to the right, the first one and contents folded."""
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -223,9 +198,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _perhaps(path: str | None) -> str:
+def _perhaps(path: str) -> str:
     """Suggest the newest checkpoint in the folder of a run or of checkpoints, if the user named that folder."""
-    if path is None or _is_checkpoint(Path(path)):
+    if _is_checkpoint(Path(path)):
         return ""
     found: list[tuple[float, Path]] = []
     for folder in (Path(path) / "checkpoints", Path(path)):
