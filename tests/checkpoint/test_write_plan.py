@@ -27,12 +27,7 @@ def table(shapes: Sequence[tuple[int, ...]], *, equal: bool = True) -> TensorTab
 def divided(shapes: Sequence[tuple[int, ...]], by_rank: Sequence[Regions], **options: Any) -> WritePlan:
     """The decision where all ranks have one table."""
     packed = table(shapes, **options).packed
-    return plan_writes(
-        [
-            RankInventory(None if rank else packed, RankInventory.packed(regions), ())
-            for rank, regions in enumerate(by_rank)
-        ]
-    )
+    return plan_writes([RankInventory(packed, RankInventory.packed(regions), ()) for regions in by_rank])
 
 
 def written(write_plan: WritePlan, by_rank: Sequence[Regions]) -> list[list[tuple[int, Region]]]:
@@ -93,8 +88,8 @@ def test_ranks_without_anything_to_write_have_no_file() -> None:
     write_plan = plan_writes(
         [
             RankInventory(packed, empty, ()),
-            RankInventory(None, all_of_it, ("a",)),
-            RankInventory(None, empty, ("a", "b")),
+            RankInventory(packed, all_of_it, ("a",)),
+            RankInventory(packed, empty, ("a", "b")),
         ]
     )
     assert write_plan.files == (-1, 0, 1)
