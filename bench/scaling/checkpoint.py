@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.scaling.worker import timed
-from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
+from fullshard.checkpoint.format.index import CHECKSUM, FileEntry
 from fullshard.checkpoint.format.index_json import from_json, to_json
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.checkpoint.format.writer import index_of
@@ -96,11 +96,7 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     held = [RankInventory(table, RankInventory.packed(of_rank), ()) for of_rank in regions]
     write_plan, plan_writes_s = timed(lambda: plan_writes(held))
     save = "0" * 12
-    files = {
-        data_file(save, rank): FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))
-        for rank, number in enumerate(write_plan.files)
-        if number >= 0
-    }
+    files = [FileEntry(1 << 40, 264, bytes(2 * CHECKSUM)) if writes.any() else None for writes in write_plan.writes]
     text, index_s = timed(lambda: to_json(index_of("index", write_plan, files, {}, {}, save)))
     parsed, parse_s = timed(lambda: from_json(text, "index"))
 

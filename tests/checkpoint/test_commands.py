@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -97,16 +96,6 @@ def test_wrong_input(tmp_path: Path) -> None:
     ]:
         assert message in run(*arguments, code=2)
     assert not Path(out).exists() and not Path("s3:").exists()
-
-
-def test_folders_of_runs_are_no_checkpoints(tmp_path: Path) -> None:
-    """Whoever names a run's folder is told which its newest checkpoint is."""
-    save(tmp_path / "run" / "checkpoints" / "step-1")
-    newest = save(tmp_path / "run" / "checkpoints" / "step-2")
-    os.utime(tmp_path / "run" / "checkpoints" / "step-1", (1, 1))
-    for named in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        assert f"did you mean {newest}?" in run("inspect", str(named), code=2)
-        assert f"did you mean {newest}?" in run("export", str(named), str(tmp_path / "x.safetensors"), code=2)
 
 
 def test_values_asked_for_are_shown_whole(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def test_replicas_share_the_work() -> None:
     assert [len(regions) for regions in written(divided([(10,)] * 4, by_rank, equal=False), by_rank)] == [4, 0]
 
 
-def test_ranks_without_anything_to_write_have_no_file() -> None:
-    """Files are numbered by the ranks that write one; values count, empty regions do not."""
+def test_empty_regions_are_not_written() -> None:
+    """A value is written by the first rank that has it."""
     packed = table([(2,), (0,)]).packed
     empty, all_of_it = RankInventory.packed([(1, Region((0,), (0,)))]), RankInventory.packed([(0, Region((0,), (2,)))])
     write_plan = plan_writes(
@@ -92,7 +92,6 @@ def test_ranks_without_anything_to_write_have_no_file() -> None:
             RankInventory(packed, empty, ("a", "b")),
         ]
     )
-    assert write_plan.files == (-1, 0, 1)
     assert write_plan.values == ((), ("a",), ("b",))
     assert write_plan.ranks.tolist() == [1] and write_plan.regions.tensor.tolist() == [0]
 

@@ -107,13 +107,12 @@ class RankInventory:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Assignment of shards, values and files to the ranks that write them.
+    """Assignment of shards and values to the ranks that write them.
 
     Args:
         table: Table of all tensors.
         writes: Per rank, a flag for each region that it has sent: True if it writes the region.
         values: Per rank, the keys of the values that it writes.
-        files: Per rank, the number of its file; -1: it writes none.
         regions: The regions with elements that are written, by rank.
         ranks: The rank that writes each of them.
     """
@@ -121,7 +120,6 @@ class WritePlan:
     table: TensorTable
     writes: tuple[Flags, ...]
     values: tuple[tuple[str, ...], ...]
-    files: tuple[int, ...]
     regions: RegionTable
     ranks: Numbers
 
@@ -150,12 +148,8 @@ def plan_writes(held: Sequence[RankInventory]) -> WritePlan:
             "that the model is sharded over, or None for all ranks"
         )
     values = _first_holders([each.values for each in held])
-    with_data = set(ranks[written].tolist())
-    has_file = [rank in with_data or bool(values[rank]) for rank in range(len(held))]
-    numbers = np.cumsum(has_file) - 1
-    files = tuple(int(number) if writing else -1 for number, writing in zip(numbers, has_file, strict=True))
     writes = tuple(np.split(chosen, np.cumsum(counts)[:-1]))
-    return WritePlan(table, writes, tuple(values), files, regions.take(written), ranks[written])
+    return WritePlan(table, writes, tuple(values), regions.take(written), ranks[written])
 
 
 def _merge_tables(held: Sequence[RankInventory]) -> tuple[TensorTable, list[RegionTable]]:

@@ -84,8 +84,7 @@ def write_checkpoint(
 
     def commit() -> None:
         if ranks.rank == 0:
-            named = {data_file(save, rank): file for rank, file in enumerate(written) if file is not None}
-            _commit(folder, index_of(folder.where(INDEX_FILE), plan(), named, aliases, about, save), begun)
+            _commit(folder, index_of(folder.where(INDEX_FILE), plan(), written, aliases, about, save), begun)
 
     ranks.step(commit, has_effect=lambda: bool(begun), undo=undo)
 
@@ -123,27 +122,22 @@ def _planned_entries(
 def index_of(
     where: str,
     plan: WritePlan,
-    files: Mapping[str, FileEntry],
+    written: Sequence[FileEntry | None],
     aliases: Mapping[str, str],
     about: Mapping[str, Any],
     save: str,
 ) -> Index:
-    """Return the index of a save from its write plan and the files that were written, in order of their ranks.
-
-    Raises:
-        CheckpointError: If ranks have written other files than planned.
-    """
-    if list(files) != [data_file(save, rank) for rank, number in enumerate(plan.files) if number >= 0]:
-        raise CheckpointError(f"{where}: the files that the ranks have written do not match the write plan")
+    """Return the index of a save from its write plan and the file that each rank has written; None: it wrote none."""
+    files = {data_file(save, rank): file for rank, file in enumerate(written) if file is not None}
+    numbers = np.cumsum([file is not None for file in written]) - 1  # of the files, by rank
     order = np.lexsort((plan.regions.first(shape_columns(plan.table.shapes)), plan.regions.tensor))
-    numbers = np.array(plan.files, dtype=np.int64)[plan.ranks[order]]
     tensors = map(TensorEntry, plan.table.dtypes, plan.table.shapes)
     values = {key: data_file(save, rank) for rank, keys in enumerate(plan.values) for key in keys}
     return Index(
         where,
         dict(zip(plan.table.keys, tensors, strict=True)),
         plan.regions.take(order),
-        numbers,
+        numbers[plan.ranks[order]],
         values,
         files,
         aliases,

@@ -5,12 +5,10 @@ Exit codes: 0 all good; 1 problems were found, or something could not be written
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
 import re
 import sys
-from pathlib import Path
 
 import torch
 from rich import box
@@ -19,8 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.checkpoint.format.index import INDEX_FILE, TensorEntry
-from fullshard.checkpoint.format.torch_format import METADATA_FILE
+from fullshard.checkpoint.format.index import TensorEntry
 from fullshard.checkpoint.safetensors.export import export_checkpoint
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
@@ -54,7 +51,7 @@ def inspect(path: str, *, verify: bool, names: str | None) -> int:
                 return _fail("inspect", f"no tensor or value of {path} matches {names!r}", WRONG_INPUT)
             return _verify(checkpoint, console) if verify else GOOD
     except CheckpointError as error:
-        return _fail("inspect", f"{error}{_perhaps(path)}", WRONG_INPUT)
+        return _fail("inspect", str(error), WRONG_INPUT)
 
 
 def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | None, max_shard_size: str) -> int:
@@ -81,7 +78,7 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
             if not any(key.startswith(prefix) for key in checkpoint.names):
                 return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
     except (CheckpointError, ValueError) as error:
-        return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
+        return _fail("export", str(error), WRONG_INPUT)
     try:
         files = export_checkpoint(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
     except (CheckpointError, ValueError) as error:
@@ -196,21 +193,6 @@ def _table(*columns: str) -> Table:
         fold = "fold" if number == 0 or name == "contents" else "ellipsis"
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow=fold)  # type: ignore[arg-type]
     return table
-
-
-def _perhaps(path: str) -> str:
-    """Suggest the newest checkpoint in the folder of a run or of checkpoints, if the user named that folder."""
-    if _is_checkpoint(Path(path)):
-        return ""
-    found: list[tuple[float, Path]] = []
-    for folder in (Path(path) / "checkpoints", Path(path)):
-        with contextlib.suppress(OSError):
-            found += [(each.stat().st_mtime, each) for each in folder.iterdir() if _is_checkpoint(each)]
-    return f"; did you mean {max(found)[1]}?" if found else ""
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (INDEX_FILE, METADATA_FILE))
 
 
 def _fail(command: str, message: str, code: int) -> int:
