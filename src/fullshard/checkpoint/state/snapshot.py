@@ -49,7 +49,6 @@ __all__ = [
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
 ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "strict"}
-REMOVED = {"storage_reader", "storage_writer"}
 
 # CPU buffers for copies of shards, by shard. They are kept for the next save: the first use of new memory takes longer
 # than the copy.
@@ -148,14 +147,7 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     Raises:
         CheckpointError: If the parameters of an optimizer are in none of the models.
         ValueError: If an extra has the name of an argument of ``save`` or ``load``.
-        TypeError: If it has the name of an argument that was removed.
     """
-    removed = sorted(REMOVED.intersection(extra))
-    if removed:
-        raise TypeError(
-            f"{removed[0]} is not an argument of save(), async_save() or load(); for other storage, use "
-            "torch.distributed.checkpoint.save or load with get_state_dict"
-        )
     taken = sorted(ARGUMENTS.intersection(extra))
     if taken:
         raise ValueError(
