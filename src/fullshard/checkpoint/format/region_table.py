@@ -143,10 +143,6 @@ class RegionTable:
         """Return some of the rows."""
         return RegionTable(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
-    def renumbered(self, tensor: Numbers) -> RegionTable:
-        """Return the same regions with other numbers of tensors."""
-        return RegionTable(tensor, self.offsets, self.sizes)
-
     def region(self, row: int, dims: int) -> Region:
         """Return the region of one row, of a tensor with ``dims`` dims."""
         return Region(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))

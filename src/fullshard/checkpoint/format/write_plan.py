@@ -170,7 +170,7 @@ def _merge_tables(held: Sequence[RankInventory]) -> tuple[TensorTable, list[Regi
                     )
             known[each.table] = np.fromiter((numbers[key] for key in own.keys), dtype=np.int64)
         found = RegionTable.from_columns(unpack_columns(each.regions))
-        regions.append(found.renumbered(known[each.table][found.tensor]))
+        regions.append(RegionTable(known[each.table][found.tensor], found.offsets, found.sizes))
     of_all = rows.values()
     dtypes, shapes = tuple(row[0] for row in of_all), tuple(row[1] for row in of_all)
     return TensorTable(tuple(rows), dtypes, shapes, tuple(row[2] for row in of_all)), regions

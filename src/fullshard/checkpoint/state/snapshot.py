@@ -88,11 +88,6 @@ class Snapshot:
     fingerprint: StateFingerprint
     wait: Callable[[], None] = lambda: None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors on this rank."""
-        return sum(entry.nbytes for entry in self.entries.values() if isinstance(entry, TensorShards))
-
     def stage(self, memory: StagingMemory) -> Snapshot:
         """Copy the state to CPU memory, pinned if tensors come from an accelerator.
 
