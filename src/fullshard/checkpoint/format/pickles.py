@@ -15,13 +15,18 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 __all__ = ["Pickled", "PickledDict", "load_inert", "shown"]
 
 _SHOWN = 80  # characters of something from a file in an error
+# Operations that look names up elsewhere, allocate any number of bytes, or hash what may be very deep.
+_REFUSED = (
+    pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + pickle.BYTEARRAY8
+    + pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
+)  # fmt: skip
 
 
 class Pickled:
@@ -42,15 +47,25 @@ class Pickled:
 
 
 class PickledDict(dict[Any, Any]):
-    """An ordered dictionary in a pickle, with its state."""
+    """A dictionary in a pickle, with its state; a subclass of it stands for an ordered one."""
 
     state: Any = None
     __setstate__ = Pickled.__setstate__
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Set an item. A key of nested tuples is refused: the hash of very deep ones would crash the process."""
+        if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
+            raise UnpicklingError("a key of nested tuples")
+        super().__setitem__(key, value)
 
 
 class _InertUnpickler(pickle._Unpickler):
     """Unpickler with a fixed set of names. See [Note: Reading a pickle without running it]."""
 
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{opcode: load for opcode, load in pickle._Unpickler.dispatch.items() if opcode not in _REFUSED},
+        pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),
+    }
     names: Mapping[str, Any]
 
     def find_class(self, module: str, name: str) -> Any:

@@ -183,10 +183,10 @@ class _Restorer:
             return self.calls[type(value).__name__](*map(self.restored, value.args), *state)
         if type(value) in (list, tuple):
             return type(value)(map(self.restored, value))
-        if not isinstance(value, dict):
+        if not isinstance(value, PickledDict):
             raise UnpicklingError(f"found a {type(value).__name__}, which is not data")
         pairs = [(self.restored(key), self.restored(part)) for key, part in value.items()]
-        if not isinstance(value, PickledDict):
+        if type(value) is PickledDict:
             return dict(pairs)
         made = OrderedDict(pairs)
         if value.state is not None:  # the versions of modules in state dicts of torch
