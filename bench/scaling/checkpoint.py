@@ -1,6 +1,6 @@
 """What the ranks of a large job compute for one checkpoint, with the other ranks made up: no process, no file.
 
-One rank's own work (its plan, what it sends), the first rank's (who writes what, the index), and what each rank does
+One rank's own work (what it holds and sends, who writes what), the first rank's (the index), and what each rank does
 with the index in a load. Tensors are cut on dim 0, as fully_shard cuts them; a unit has two parameters and Adam's
 state.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.scaling.worker import timed
-from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
+from fullshard.checkpoint.format.index import CHECKSUM, FileEntry
 from fullshard.checkpoint.format.index_json import from_json, to_json
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.checkpoint.format.writer import index_of
@@ -32,8 +32,8 @@ class CheckpointCost:
 
     Args:
         plan: Of one rank: what it holds, as it is sent.
-        sent: Bytes that one rank sends to the first to plan.
-        plan_writes: Of the first rank: who writes what.
+        sent: Bytes that one rank sends to the others to plan.
+        plan_writes: Of one rank: who writes what.
         index: Of the first rank: the index as text.
         index_bytes: Of that file.
         parse: Of one rank in a load: the index, read and checked.
@@ -86,24 +86,17 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     own = entries(units, 0, ranks)
 
     def plan() -> bytes:
-        return pickle.dumps(RankInventory.of(own, with_table=False))
+        return pickle.dumps(RankInventory.of(own))
 
     plan()
     message, plan_s = timed(plan)
     shapes = [shape for _, shape in tensors(units)]
     table = TensorTable.of(own).packed
     regions = [[(i, box_on(rank, ranks, shape)) for i, shape in enumerate(shapes)] for rank in range(ranks)]
-    held = [
-        RankInventory(None if rank else table, RankInventory.packed(of_rank), ())
-        for rank, of_rank in enumerate(regions)
-    ]
+    held = [RankInventory(table, RankInventory.packed(of_rank), ()) for of_rank in regions]
     write_plan, plan_writes_s = timed(lambda: plan_writes(held))
     save = "0" * 12
-    files = {
-        data_file(save, rank): FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))
-        for rank, number in enumerate(write_plan.files)
-        if number >= 0
-    }
+    files = [FileEntry(1 << 40, 264, bytes(2 * CHECKSUM)) if writes.any() else None for writes in write_plan.writes]
     text, index_s = timed(lambda: to_json(index_of("index", write_plan, files, {}, {}, save)))
     parsed, parse_s = timed(lambda: from_json(text, "index"))
 

@@ -268,10 +268,6 @@ def inspect(
         str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint, or a folder with files of a crash.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read all data and verify its checksums.")] = False,
-    diff: Annotated[
-        str | None,
-        typer.Option(metavar="OTHER", help="Compare with another checkpoint.", show_default=False),
-    ] = None,
     names: Annotated[
         str | None,
         typer.Option(
@@ -279,7 +275,7 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Print, verify or compare checkpoints, or say what ranks were doing before a crash.
+    """Print or verify a checkpoint, or say what ranks were doing before a crash.
 
     Without model code or process group.
 
@@ -287,7 +283,7 @@ def inspect(
 
     For a folder that ranks have written to after a crash: say what happened first.
 
-    Exit code: 0 for success, 1 if problems or differences were found, 2 for invalid input.
+    Exit code: 0 for success, 1 if problems were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
     from fullshard.debug.crashes import read_crashes, summarize
@@ -305,7 +301,7 @@ def inspect(
             "crash (rank0.json, ...). A process that is killed by a signal writes none",
             "inspect",
         )
-    raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
+    raise typer.Exit(commands.inspect(checkpoint, verify=verify, names=names))
 
 
 @app.command()

@@ -115,7 +115,7 @@ def test_numbers_made_in_python_do_not_grow_with_ranks(system: str, monkeypatch:
 
 
 def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
-    """The first rank's decision takes a bounded number of calls per rank, however many tensors there are."""
+    """The write plan takes a bounded number of calls per rank, however many tensors there are."""
 
     def taken(units: int, ranks: int) -> int:
         shapes = [shape for _, shape in tensors(units) if shape]  # one holder each
@@ -123,7 +123,7 @@ def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
         table_of_all = TensorTable.of(own).packed
         held = [
             RankInventory(
-                None if rank else table_of_all,
+                table_of_all,
                 RankInventory.packed([(i, box_on(rank, ranks, s)) for i, s in enumerate(shapes)]),
                 (),
             )

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import INDEX_FILE
 from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.format.values import to_bytes
 from fullshard.checkpoint.format.writer import write_checkpoint
+from fullshard.checkpoint.saving_ranks import SavingRanks
 from fullshard.engine.parameters.tensor_shards import TensorShards
 
 
@@ -31,7 +31,7 @@ def write(path: str | Path, contents: Mapping[str, Any], **options: Any) -> str:
         for key, value in contents.items()
     }
     group = dist.group.WORLD if dist.is_initialized() else None
-    write_checkpoint(Folder(path), entries, Coordinator(group, f"cannot save {path}"), **options)
+    write_checkpoint(Folder(path), entries, SavingRanks(group, f"cannot save {path}"), **options)
     return str(path)
 
 

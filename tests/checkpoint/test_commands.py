@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -79,24 +78,6 @@ def test_inspect_verifies(tmp_path: Path) -> None:
     assert "cannot be read; run with --verify to see the error" in run("inspect", path)
 
 
-def test_inspect_compares(tmp_path: Path) -> None:
-    """0 where two hold the same; 1 and a line per difference where they do not."""
-    one, same = save(tmp_path / "one"), save(tmp_path / "same")
-    assert "equal: " in run("inspect", one, "--diff", same)
-    changed = torch.full((30, 20), 1.5)
-    changed[3, 4] = 2
-    two = save(tmp_path / "two", **{"model.layer.weight": changed, "extra.note": 3, "model.new": torch.zeros(2)})
-    shown = run("inspect", one, "--diff", two, code=1)
-    assert "model.layer.weight: float32 [30, 20]: 1 element differs by at most 0.5" in shown
-    assert "model.tied: float32 [30, 20]: 1 element differs by at most 0.5" in shown
-    assert "extra.note: '[red]not markup[/]' -> 3" in shown
-    assert "model.new: only in the second: float32 [2]" in shown
-    assert "4 differences between" in shown
-    narrow = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["inspect", one, "--diff", two]).output
-    assert "\nmodel.tied: float32 [30, 20]: 1 element differs by at most 0.5\n" in narrow  # one line each, for grep
-    assert "only in the first: float32 [2]" in run("inspect", two, "--diff", one, code=1)
-
-
 def test_wrong_input(tmp_path: Path) -> None:
     """No such folder, no checkpoint in it, options that mean nothing: exit code 2 and one line that says so."""
     path = save(tmp_path / "c")
@@ -105,7 +86,6 @@ def test_wrong_input(tmp_path: Path) -> None:
     for arguments, message in [
         (("inspect", str(tmp_path / "nosuch")), "does not exist: expected a checkpoint, or a folder with files"),
         (("inspect", str(tmp_path / "empty")), "has no checkpoint"),
-        (("inspect", path, "--diff", str(tmp_path / "nosuch")), "has no checkpoint"),
         (("export", str(tmp_path / "nosuch"), out), "has no checkpoint"),
         (("export", path, out, "--dtype", "int8"), "--dtype: expected a floating-point"),
         (("export", path, out, "--dtype", "nosuch"), "--dtype: expected a floating-point"),
@@ -116,17 +96,6 @@ def test_wrong_input(tmp_path: Path) -> None:
     ]:
         assert message in run(*arguments, code=2)
     assert not Path(out).exists() and not Path("s3:").exists()
-
-
-def test_folders_of_runs_are_no_checkpoints(tmp_path: Path) -> None:
-    """Whoever names a run's folder is told which its newest checkpoint is."""
-    save(tmp_path / "run" / "checkpoints" / "step-1")
-    newest = save(tmp_path / "run" / "checkpoints" / "step-2")
-    os.utime(tmp_path / "run" / "checkpoints" / "step-1", (1, 1))
-    for named in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        assert f"did you mean {newest}?" in run("inspect", str(named), code=2)
-        assert f"did you mean {newest}?" in run("inspect", newest, "--diff", str(named), code=2)
-        assert f"did you mean {newest}?" in run("export", str(named), str(tmp_path / "x.safetensors"), code=2)
 
 
 def test_values_asked_for_are_shown_whole(tmp_path: Path) -> None:

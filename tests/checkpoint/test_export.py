@@ -167,31 +167,26 @@ def hide_folder(patch: pytest.MonkeyPatch, rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
-def test_without_a_shared_folder_the_first_rank_writes(rank: Rank, name: str, folder: str) -> None:
-    """Ranks that do not see the folder write nothing; the first one writes all that is gathered."""
-    model = form(name, rank, build())
+def test_ranks_must_share_the_folder(rank: Rank, folder: str) -> None:
+    """If one does not see it, nothing is written, and the error says so on all ranks."""
+    model = form("fully_shard", rank, build())
     with pytest.MonkeyPatch.context() as patch:
         hide_folder(patch, rank)
-        written = note_writes(patch)
-        export_safetensors(model, folder, max_shard_bytes=700)
-    assert bool(written) == (rank.rank == 0)
-    index = json.loads(Path(folder, INDEX_NAME).read_text())
-    assert_exported(folder, full_state(build()), files=len(set(index["weight_map"].values())))
+        with pytest.raises(CheckpointError, match=r"rank 1: .* does not see the folder .*full_tensors"):
+            export_safetensors(model, folder)
+    dist.barrier()  # the first rank tidies up after it has told the others
+    assert os.listdir(folder) == []
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("shared", "odd", "error", "says"),
+    ("odd", "error", "says"),
     [
-        (True, 1, OSError(errno.ENOSPC, "No space left"), "model.safetensors cannot be written: .*No space left"),
-        (False, 0, OSError(errno.ENOSPC, "No space left"), "model.safetensors cannot be written: .*No space left"),
-        (False, 0, MemoryError("none left"), "none left"),  # the other rank goes on gathering, and is told
+        (1, OSError(errno.ENOSPC, "No space left"), "model.safetensors cannot be written: .*No space left"),
+        (0, MemoryError("none left"), "none left"),
     ],
 )
-def test_failure_of_one_rank_fails_all(
-    rank: Rank, shared: bool, odd: int, error: Exception, says: str, folder: str
-) -> None:
+def test_failure_of_one_rank_fails_all(rank: Rank, odd: int, error: Exception, says: str, folder: str) -> None:
     """The error is the same on all ranks and names rank and file; nothing of the export is left, and all goes on."""
     model = form("fully_shard", rank, build())
     export_safetensors(model, folder)
@@ -203,8 +198,6 @@ def test_failure_of_one_rank_fails_all(
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == odd:
             patch.setattr(os, "pwrite", fail)
-        if not shared:
-            hide_folder(patch, rank)
         with pytest.raises(FullshardError, match=f"rank {odd}: .*{says}") as caught:
             export_safetensors(model, folder)
     messages: list[str] = [""] * rank.world_size

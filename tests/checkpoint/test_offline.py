@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -106,50 +105,6 @@ def test_verify_torchs_format(tmp_path: Path) -> None:
     flip(file, file.read_bytes().index(saved["model.w"].numpy().tobytes()) + 5)
     (problem,) = open_checkpoint(tmp_path).verify()
     assert "model.w" in problem and "CRC" in problem
-
-
-def test_no_difference(tmp_path: Path, form: str) -> None:
-    """Two saves of the same, also in different formats, do not differ; NaN equals NaN."""
-    saved = entries()
-    saved["model.w"][3] = float("nan")
-    saved["extra.note"] = np.array([1.0, float("nan")])
-    one, two = open_checkpoint(save(tmp_path / "one", saved, form)), open_checkpoint(save(tmp_path / "two", saved))
-    assert one.diff(two) == [] and two.diff(one) == []
-    assert offline._equal({"a": [torch.ones(2), (float("nan"), None)]}, {"a": [torch.ones(2), (float("nan"), None)]})
-
-
-def test_every_kind_of_difference(tmp_path: Path, form: str) -> None:
-    """Names, shapes, dtypes, elements (how many, how far) and values."""
-    here, there = entries(), entries()
-    there["model.w"] = here["model.w"].clone()
-    there["model.w"][7, 3] += 2.5
-    there["model.w"][49, 29] -= 0.5
-    there["model.half"] = here["model.half"].float()
-    there["model.count"] = torch.tensor([3])
-    there["optimizer.state.w.exp_avg"] = here["optimizer.state.w.exp_avg"].clone()
-    there["optimizer.state.w.exp_avg"][1, 1] = float("nan")
-    there["extra.note"] = ["x", 2]
-    there["model.new"] = torch.ones(2)
-    del there["model.empty"]
-    one, two = open_checkpoint(save(tmp_path / "1", here, form)), open_checkpoint(save(tmp_path / "2", there, form))
-    assert one.diff(two) == [
-        "extra.note: ['x', 1] -> ['x', 2]",
-        "model.count: int64 [] -> int64 [1]",
-        "model.empty: only in the first: float32 [0, 4]",
-        "model.half: bfloat16 [7] -> float32 [7]",
-        "model.new: only in the second: float32 [2]",
-        "model.w: float32 [50, 30]: 2 elements differ by at most 2.5",
-        "optimizer.state.w.exp_avg: float32 [50, 30]: 1 element differs by at most nan",
-    ]
-    assert len(two.diff(one)) == 7
-
-
-def test_differences_of_large_integers(tmp_path: Path) -> None:
-    """Integers that a float cannot tell apart are told apart, and a tensor from a value."""
-    one = open_checkpoint(save(tmp_path / "1", {"n": torch.tensor([2**62, 5]), "x": torch.tensor(3)}))
-    two = open_checkpoint(save(tmp_path / "2", {"n": torch.tensor([2**62 + 1, 5]), "x": 3}))
-    n, x = one.diff(two)
-    assert n.startswith("n: int64 [2]: 1 element differs") and x == "x: int64 [] -> a value"
 
 
 # -------------------------------------------------------------------- export
@@ -277,19 +232,17 @@ assert checkpoint.verify() == []
 print(peak() - before)
 export(path, out, prefix="")
 print(peak() - before)
-assert checkpoint.diff(offline.open_checkpoint(path)) == []
-print(peak() - before)
 """
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A tensor of 80 MB is verified, exported and compared in a fraction of that."""
+    """A tensor of 80 MB is verified and exported in a fraction of that."""
     save(tmp_path / "c", {"w": torch.zeros(20_000_000), "small": torch.zeros(3)})
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "x.safetensors")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    verified, exported, compared = map(int, done.stdout.split())
-    assert verified < 20 and exported < 30 and compared < 40, "MiB"
+    verified, exported = map(int, done.stdout.split())
+    assert verified < 20 and exported < 30, "MiB"
     (tmp_path / "x.safetensors").unlink()
 
 

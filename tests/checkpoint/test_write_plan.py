@@ -27,12 +27,7 @@ def table(shapes: Sequence[tuple[int, ...]], *, equal: bool = True) -> TensorTab
 def divided(shapes: Sequence[tuple[int, ...]], by_rank: Sequence[Regions], **options: Any) -> WritePlan:
     """The decision where all ranks have one table."""
     packed = table(shapes, **options).packed
-    return plan_writes(
-        [
-            RankInventory(None if rank else packed, RankInventory.packed(regions), ())
-            for rank, regions in enumerate(by_rank)
-        ]
-    )
+    return plan_writes([RankInventory(packed, RankInventory.packed(regions), ()) for regions in by_rank])
 
 
 def written(write_plan: WritePlan, by_rank: Sequence[Regions]) -> list[list[tuple[int, Region]]]:
@@ -86,18 +81,17 @@ def test_replicas_share_the_work() -> None:
     assert [len(regions) for regions in written(divided([(10,)] * 4, by_rank, equal=False), by_rank)] == [4, 0]
 
 
-def test_ranks_without_anything_to_write_have_no_file() -> None:
-    """Files are numbered by the ranks that write one; values count, empty regions do not."""
+def test_empty_regions_are_not_written() -> None:
+    """A value is written by the first rank that has it."""
     packed = table([(2,), (0,)]).packed
     empty, all_of_it = RankInventory.packed([(1, Region((0,), (0,)))]), RankInventory.packed([(0, Region((0,), (2,)))])
     write_plan = plan_writes(
         [
             RankInventory(packed, empty, ()),
-            RankInventory(None, all_of_it, ("a",)),
-            RankInventory(None, empty, ("a", "b")),
+            RankInventory(packed, all_of_it, ("a",)),
+            RankInventory(packed, empty, ("a", "b")),
         ]
     )
-    assert write_plan.files == (-1, 0, 1)
     assert write_plan.values == ((), ("a",), ("b",))
     assert write_plan.ranks.tolist() == [1] and write_plan.regions.tensor.tolist() == [0]
 

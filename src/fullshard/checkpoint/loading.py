@@ -16,8 +16,6 @@ from fullshard.checkpoint.format.index import TensorEntry
 from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.key_map import (
     check_key_map,
-    find_model,
-    find_optimizer,
     names_by_place,
     top_level,
     with_prefixes,
@@ -72,8 +70,7 @@ def load(
 
     It reads checkpoints of ``fullshard.save``, saved on any number of ranks and with either front end, and of
     ``torch.distributed.checkpoint``. In the latter, model and optimizer may be anywhere, as in ``{"model": ...,
-    "optim": ...}``, ``{"app": {...}}`` or a bare state dict of the model: they are found by the names of the model's
-    parameters.
+    "optim": ...}`` or a bare state dict of the model: ``key_map`` says where they are.
 
     Args:
         path: Folder or URL of the checkpoint.
@@ -86,9 +83,8 @@ def load(
         cast: Convert tensors of other dtypes. If False, they are an error.
         random: Restore this rank's random number generators, if the number of ranks is the same.
         key_map: Maps prefixes of keys in the checkpoint to "model", "optimizer" or "extra.NAME": ``{"app.net": "model",
-            "app.opt": "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of
-            other programs, model and optimizer are searched for if they are not in it; other values are read only if
-            they are.
+            "app.opt": "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. Errors say what to
+            pass. From checkpoints of other programs, other values are read only if they are in it.
         process_group: Ranks that load together. None: all ranks.
         **extra: Objects with a state dict to load into, by the names under which they were saved.
 
@@ -178,32 +174,28 @@ class _CheckpointLoad:
     # ---------------------------------------------------------------- names
 
     def match(self, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None) -> None:
-        """Find the parts of the checkpoint, and give its keys the prefixes that ``fullshard.save`` gives them.
+        """Give the keys of the checkpoint the prefixes that ``fullshard.save`` gives them.
 
         Raises:
-            CheckpointError: If more than one part of the checkpoint has the names of the model, or a value that
-                ``key_map`` brings in is a dictionary, of which torch has made many values.
+            CheckpointError: If an optimizer is nowhere, or a value that ``key_map`` brings in is a dictionary, of which
+                torch has made many values.
         """
         self._components = components(self._model, optimizer, self._extra)
-        state = model_state(self._model)
-        self._models, self._optimizers = {MODEL: state}, {}
-        stored, own = self._entries.keys(), self._is_own()
-        prefixes = check_key_map(key_map or {}, stored)
-        if not own:
-            names, mapped = state.names | state.extra.keys(), set(prefixes.values())
-            if "model" not in mapped:
-                prefixes = {**find_model(stored, names), **prefixes}
-            if optimizer is not None and "optimizer" not in mapped:
-                prefixes = {**find_optimizer(stored, names), **prefixes}
-        self._stored = with_prefixes(stored, prefixes)
+        self._models, self._optimizers = {MODEL: model_state(self._model)}, {}
+        self._stored = with_prefixes(self._entries, check_key_map(key_map or {}, self._entries))
         parts = tuple(component.prefix for component in self._components)
         nested = [key for key in self._stored if key.startswith(EXTRA) and not key.startswith(parts)]
         nested = [key for key in nested if "." in key.removeprefix(EXTRA)]
-        if nested and not own:
+        if nested and not self._is_own():
             raise CheckpointError(
                 f"key_map: {self._stored[nested[0]]!r} of the checkpoint is an entry of a dictionary that "
                 "torch.distributed.checkpoint has flattened; map each entry to a separate name, such as "
                 "'extra.epoch', or read the dictionary with torch"
+            )
+        if optimizer is not None and not any(key.startswith(OPTIMIZER) for key in self._stored):
+            raise CheckpointError(
+                f"{self._path} has no optimizer under 'optimizer' (nothing was changed); its keys begin with "
+                f"{top_level(self._entries)}: if one of these holds it, pass key_map={{'...': 'optimizer'}}"
             )
 
     def _is_own(self) -> bool:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.writer import write_checkpoint
+from fullshard.checkpoint.saving_ranks import SavingRanks
 from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, compare_ranks, snapshot
 from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import rank_barrier
@@ -77,8 +77,8 @@ def save(
             "collecting", lambda: (Folder(path), snapshot(model, optimizer, extra, process_group))
         )
         group = coordination_group(process_group)
-        same_tensors = compare_ranks(state.fingerprint, group)
-        _write(folder, state, group, same_tensors=same_tensors)
+        compare_ranks(state.fingerprint, group)
+        _write(folder, state, group)
 
 
 def async_save(
@@ -131,18 +131,21 @@ def async_save(
             "collecting", lambda: (Folder(path), snapshot(model, optimizer, extra, process_group))
         )
         group = coordination_group(process_group, background=True)
-        same_tensors = compare_ranks(state.fingerprint, group)
-        memory = _take_memory(model)
+        compare_ranks(state.fingerprint, group)
+        memory = _memory.pop(model, {})
         staged = barrier.run_on_all("copying", lambda: state.stage(memory))
     owner = weakref.ref(model)
 
     def write() -> None:
         try:
-            _write(folder, staged, group, same_tensors=same_tensors)
+            _write(folder, staged, group)
         finally:
             staged.entries.clear()  # an error, which the future keeps, holds on to this function
-            if not keep_memory or not _keep_memory(owner, memory):
-                memory.begin(0, pin=False)
+            alive = owner() if keep_memory else None
+            if alive is None:
+                memory.clear()
+            else:
+                _memory[alive] = memory
 
     return _save_in_background(write, process_group)
 
@@ -160,14 +163,13 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
 
 
-def _write(folder: Folder, state: Snapshot, group: dist.ProcessGroup | None, *, same_tensors: bool) -> None:
+def _write(folder: Folder, state: Snapshot, group: dist.ProcessGroup | None) -> None:
     write_checkpoint(
         folder,
         state.entries,
-        Coordinator(group, f"cannot save the checkpoint {folder.path}"),
+        SavingRanks(group, f"cannot save the checkpoint {folder.path}"),
         aliases=state.aliases,
         about=state.about,
-        same_tensors=same_tensors,
         wait=state.wait,
     )
 
@@ -176,22 +178,6 @@ def _write(folder: Folder, state: Snapshot, group: dist.ProcessGroup | None, *, 
 
 _pending: dict[dist.ProcessGroup | None, SaveFuture] = {}
 _memory: weakref.WeakKeyDictionary[nn.Module, StagingMemory] = weakref.WeakKeyDictionary()  # in no save's use
-_memory_lock = threading.Lock()
-
-
-def _take_memory(model: nn.Module) -> StagingMemory:
-    """Return the memory that an earlier save of the model has kept, or new one if there is none, or it is in use."""
-    with _memory_lock:
-        return _memory.pop(model, None) or StagingMemory()
-
-
-def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> bool:
-    """Keep memory for the next save of the model; return False if that is gone."""
-    with _memory_lock:
-        model = owner()
-        if model is not None:
-            _memory[model] = memory
-        return model is not None
 
 
 class SaveFuture(Future[None]):

@@ -13,8 +13,8 @@ the functions ask every module first for ``_fqn_modifiers``, a method with which
 save, and a wrapper's raises.
 
 For models of ``fully_shard`` it adds this: an optimizer without state stays so when it is looked at, see
-[Note: No dummy step]; keys missing from a full state dict are reported; full optimizer state can be loaded also if it
-is flattened, and for 0-D parameters; frozen parameters are left out under all names of tied ones.
+[Note: No dummy step]; keys missing from a full state dict are reported; full optimizer state can be loaded for 0-D
+parameters; frozen parameters are left out under all names of tied ones.
 """
 
 from __future__ import annotations
@@ -355,14 +355,7 @@ def _load_optim(
 ) -> None:
     fresh, token = _without_state(optimizers), _for_optimizers.set(bool(_wrappers(model)))
     try:
-        if info.flatten_optimizer_state_dict and not info.fsdp_modules and any(map(_is_ours, optimizers)):
-            # torch compares flattened full state with nested state, and raises
-            for optimizer in optimizers:
-                give_initial_state(optimizer)
-                nested = _module._unflatten_optim_state_dict(optimizer, state_dict, info) if state_dict else {}
-                original(model, (optimizer,), nested, dataclasses.replace(info, flatten_optimizer_state_dict=False))
-        else:
-            original(model, optimizers, state_dict, info)
+        original(model, optimizers, state_dict, info)
     except BaseException:
         for optimizer in fresh:
             optimizer.state.clear()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import operator
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import xxhash
 
@@ -18,8 +18,6 @@ from fullshard.messages import clipped
 
 __all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
 
-T = TypeVar("T")
-
 FORMAT = "fullshard checkpoint"
 VERSION = 2
 
@@ -27,7 +25,6 @@ _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file with zeros in its place.
 _FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
 _FEW_ROWS, _MOST_SHARDS = 1 << 18, 64  # in all, and of each tensor in each file: compressed rows may fill the memory
-_SHOWN = 40  # characters of a value in an error
 
 
 def checksum(data: Any) -> bytes:
@@ -82,7 +79,7 @@ def from_json(data: bytes, where: str) -> Index:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         _refuse(where, f"not JSON ({error})")
-    return _IndexParser(where).index(content)
+    return _parsed(content, where)
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -99,87 +96,33 @@ def _block(head: str, lines: Iterable[str], tail: str) -> list[str]:
     return [head, *(f"{line}," for line in body[:-1]), *body[-1:], tail]
 
 
-_KINDS = {int: "an integer", str: "a string", list: "a list", dict: "an object"}
-
-
-@dataclass
-class _IndexParser:
-    """Turns untrusted JSON into an index: types are checked here, contents by the index itself."""
-
-    where: str
-    files: list[str] = field(default_factory=list)
-
-    def index(self, content: Any) -> Index:
-        fields = self._as(dict, "the index", content)
-        files: dict[str, FileEntry] = {}
-        for entry in self._as(list, "files", fields.get("files")):
-            name, length, header, digest = self._parts("files", entry, 4)
-            files[self._as(str, "files", name)] = FileEntry(
-                self._as(int, "files", length), self._as(int, "files", header), self._checksum(digest)
-            )
-        self.files = list(files)
+def _parsed(content: Any, where: str) -> Index:
+    """Make an index of untrusted JSON: it is read here, and checked by ``Index``."""
+    at = "files"
+    try:
+        files = {
+            name: FileEntry(operator.index(length), operator.index(header), bytes.fromhex(digest))
+            for name, length, header, digest in content["files"]
+        }
+        names, tensors, values = list(files), dict[str, TensorEntry](), dict[str, str]()
         # The first field of tensors and values is a path in nested dicts, which is empty in all that save() writes.
-        rows = self._rows("tensors", fields, 3)
-        tensors = {key: self._tensor(key, dtype, shape) for key, (_, dtype, shape) in rows.items()}
+        for at, (_, dtype, shape) in content["tensors"].items():
+            tensors[at] = TensorEntry(dtype, tuple(map(operator.index, shape)))
+        for at, (_, number) in content["values"].items():
+            values[at] = names[operator.index(number)]
+        at = "shards"
         most = max(_FEW_ROWS, _MOST_SHARDS * len(tensors) * len(files))
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
-        try:
-            packed = base64.b64decode(self._as(str, "shards", fields.get("shards")), validate=True)
-            columns = unpack_columns(packed, 16 * (1 + dims) * most)
-            regions = RegionTable.from_columns(columns[1:])
-        except ValueError as error:
-            self._refuse(f"shards: found {error}")
-        return Index(
-            where=self.where,
-            tensors=tensors,
-            regions=regions,
-            region_files=columns[0],
-            values={key: self._file(key, number) for key, (_, number) in self._rows("values", fields, 2).items()},
-            files=files,
-            aliases={
-                k: self._as(str, k, first) for k, first in self._as(dict, "aliases", fields.get("aliases")).items()
-            },
-            about=self._as(dict, "about", fields.get("about")),
-            save=self._as(str, "save", fields.get("save")),
-            block=self._as(int, "block", fields.get("block")),
-        )
-
-    def _rows(self, name: str, fields: dict[str, Any], count: int) -> dict[str, list[Any]]:
-        return {key: self._parts(key, row, count) for key, row in self._as(dict, name, fields.get(name)).items()}
-
-    def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
-        sizes = tuple(self._as(int, key, size) for size in self._as(list, key, shape))
-        try:
-            return TensorEntry(self._as(str, key, dtype), sizes)
-        except ValueError as error:
-            self._wrong(key, str(error))
-
-    def _file(self, key: str, number: Any) -> str:
-        index = self._as(int, key, number)
-        if not 0 <= index < len(self.files):
-            self._wrong(key, f"file number {index} of {len(self.files)}")
-        return self.files[index]
-
-    def _parts(self, key: str, found: Any, count: int) -> list[Any]:
-        parts = self._as(list, key, found)
-        if len(parts) != count:
-            self._wrong(key, f"{len(parts)} fields, not {count}")
-        return parts
-
-    def _checksum(self, found: Any) -> bytes:
-        try:
-            return bytes.fromhex(self._as(str, "files", found))
-        except ValueError:
-            self._wrong("files", f"{found[:_SHOWN]!r} as a checksum")
-
-    def _as(self, kind: type[T], key: str, found: Any) -> T:
-        """Return a value that has to be of a kind; a bool is no integer."""
-        if type(found) is not kind:
-            self._wrong(key, f"{str(found)[:_SHOWN]!r} where {_KINDS[kind]} was expected")
-        return found
-
-    def _wrong(self, key: str, found: str) -> NoReturn:
-        self._refuse(f"{clipped(key)}: found {clipped(found)}")
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.where}: {problem}. The file is corrupted: use another checkpoint")
+        packed = base64.b64decode(content["shards"], validate=True)
+        columns = unpack_columns(packed, 16 * (1 + dims) * most)
+        regions = RegionTable.from_columns(columns[1:])
+        at = "other fields"
+        aliases, about, block = dict(content["aliases"]), dict(content["about"]), operator.index(content["block"])
+        return Index(where, tensors, regions, columns[0], values, files, aliases, about, str(content["save"]), block)
+    except CheckpointError:
+        raise
+    except Exception as error:  # JSON of other types than expected may raise anything
+        raise CheckpointError(
+            f"{where}: {clipped(at)}: found {clipped(error)} ({type(error).__name__}). The file is corrupted: use "
+            "another checkpoint"
+        ) from error

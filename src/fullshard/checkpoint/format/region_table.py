@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from fullshard.layout import Region
 
-__all__ = ["Flags", "Numbers", "RegionTable", "first_overlap", "pack_columns", "shape_columns", "unpack_columns"]
+__all__ = ["Flags", "Numbers", "RegionTable", "pack_columns", "shape_columns", "unpack_columns"]
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -144,10 +143,6 @@ class RegionTable:
         """Return some of the rows."""
         return RegionTable(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
-    def renumbered(self, tensor: Numbers) -> RegionTable:
-        """Return the same regions with other numbers of tensors."""
-        return RegionTable(tensor, self.offsets, self.sizes)
-
     def region(self, row: int, dims: int) -> Region:
         """Return the region of one row, of a tensor with ``dims`` dims."""
         return Region(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))
@@ -213,7 +208,7 @@ class RegionTable:
         """Return two rows with an element in common; None if there are none. No region is empty or outside.
 
         If regions cover separate spans of elements, with any dim as the outermost, they do not overlap: shards of one
-        dim and ranges of a flat buffer do. Other regions are compared with their neighbors.
+        dim and ranges of a flat buffer do. Other regions are compared pair by pair.
         """
         unclear = np.bincount(self.tensor, minlength=len(shapes)) > 1
         for lead in range(self.dims):
@@ -228,35 +223,14 @@ class RegionTable:
                 return None
         for number in np.flatnonzero(unclear).tolist():
             rows = np.flatnonzero(self.tensor == number)
-            both = first_overlap([self.region(row, self.dims) for row in rows.tolist()])
-            if both is not None:
-                return int(rows[both[0]]), int(rows[both[1]])
+            offsets, ends = self.offsets[rows], self.offsets[rows] + self.sizes[rows]
+            for at, row in enumerate(rows.tolist()):
+                meets = ((offsets[at] < ends[at + 1 :]) & (ends[at] > offsets[at + 1 :])).all(axis=1)
+                if meets.any():
+                    return row, int(rows[at + 1 + meets.argmax()])
         return None
 
     @property
     def _last(self) -> RegionTable:
         """The last element of each region, as a region."""
         return RegionTable(self.tensor, self.offsets + self.sizes - 1, np.ones_like(self.sizes))
-
-
-def first_overlap(regions: Iterable[Region]) -> tuple[int, int] | None:
-    """Return the numbers of two regions that have an element in common; None if no two have.
-
-    Sweeps over the dim with the most distinct offsets, so that each region is compared with few others.
-    """
-    left = [(number, region) for number, region in enumerate(regions) if region.numel]
-    if len(left) < 2:
-        return None
-    if not left[0][1].sizes:
-        return left[0][0], left[1][0]
-    dims = range(len(left[0][1].sizes))
-    dim = max(dims, key=lambda dim: len({region.offsets[dim] for _, region in left}))
-    left.sort(key=lambda pair: pair[1].offsets[dim])
-    open_ends: list[tuple[int, int]] = []  # (end in the dim, position) of the regions at the current position
-    for position, (number, region) in enumerate(left):
-        del open_ends[: bisect_right(open_ends, (region.offsets[dim], len(left)))]
-        for _, other in open_ends:
-            if region.overlap(left[other][1]) is not None:
-                return left[other][0], number
-        insort(open_ends, (region.ends[dim], position))
-    return None

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format.files import Folder
-from fullshard.checkpoint.format.index import ITEM_SIZES, MOST_DIMS, FileEntry, FilePlace, Index, TensorEntry, table_of
-from fullshard.checkpoint.format.pickles import PickledObject, RestrictedUnpickler, shown
-from fullshard.checkpoint.format.values import first_line, read_saved
+from fullshard.checkpoint.format.index import MOST_DIMS, FileEntry, FilePlace, Index, TensorEntry, table_of
+from fullshard.checkpoint.format.pickles import Pickled, load_inert, shown
+from fullshard.checkpoint.format.values import DTYPES, first_line, read_saved
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
@@ -27,16 +27,13 @@ __all__ = ["METADATA_FILE", "decode_shard", "read_metadata"]
 METADATA_FILE = ".metadata"
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_KEPT = {  # classes whose instances are needed
-    *((_CLASSES, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
-    *((_CLASSES, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-_IGNORED = {  # callables whose results are not needed
-    (_CLASSES, "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
-}
+_CALLS = dict.fromkeys((  # of which some results are needed
+    *(f"{_CLASSES}.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta")),
+    *(f"{_CLASSES}.{name}" for name in ("TensorProperties", "ChunkStorageMetadata", "MetadataIndex")),
+    *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"),
+    f"{_CLASSES}._MEM_FORMAT_ENCODING",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
+))  # fmt: skip
 
 
 def decode_shard(where: str, data: bytes, sizes: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -72,7 +69,7 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
     """
     where = folder.where(METADATA_FILE)
     try:
-        top = RestrictedUnpickler(data, _names()).load().state
+        top = load_inert(data, _CALLS, DTYPES).state
         tensors, places = _contents(top["state_dict_metadata"], _stored(top["storage_data"]))
         names = sorted({place.file for place in places.values()})
         regions, numbers = table_of(tensors, names, places)
@@ -97,14 +94,6 @@ def read_metadata(data: bytes, folder: Folder) -> Index:
         raise CheckpointError(
             f"{where} cannot be read ({type(error).__name__}). The file is corrupted: use another checkpoint"
         ) from error
-
-
-def _names() -> dict[tuple[str, str], Any]:
-    """Return what stands for each name that such a file may refer to, new for every file."""
-    names: dict[tuple[str, str], Any] = {known: type(known[1], (PickledObject,), {}) for known in _KEPT}
-    names |= {known: lambda *_: None for known in _IGNORED}
-    names |= {("torch", "Size"): lambda sizes=(): tuple(sizes), ("collections", "OrderedDict"): lambda *_: {}}
-    return names | {("torch", name): name for name in ITEM_SIZES}
 
 
 _Stored = dict[tuple[str, tuple[int, ...] | None], FilePlace]
@@ -139,14 +128,14 @@ def _contents(
         with _refused_with(key):
             if not isinstance(key, str):
                 raise UnpicklingError("found no key")
-            if type(entry).__name__ == "BytesStorageMetadata":
+            if type(entry).__name__ == f"{_CLASSES}.BytesStorageMetadata":
                 places[key, None] = stored[key, None]
                 continue
             fields = entry.state
             dtype = fields["properties"].state[0]
-            if type(dtype) is not str:  # nested tuples take exponential time to compare or to print
+            if not isinstance(dtype, torch.dtype):
                 raise UnpicklingError(f"dtype {shown(dtype)}")
-            tensors[key] = TensorEntry(dtype, _numbers(fields["size"]))
+            tensors[key] = TensorEntry(str(dtype).removeprefix("torch."), _numbers(fields["size"]))
             for chunk in fields["chunks"]:
                 region = Region(_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
                 if region.numel:
@@ -166,7 +155,9 @@ def _refused_with(key: Any) -> Iterator[None]:
 
 
 def _numbers(found: Any) -> tuple[int, ...]:
-    """Return a few integers; TypeError if they are something else."""
+    """Return a few integers, of a ``torch.Size`` or a sequence; TypeError if they are something else."""
+    if isinstance(found, Pickled):
+        (found,) = found.args or ((),)
     if not isinstance(found, (tuple, list)) or len(found) > MOST_DIMS:
         raise TypeError(f"found {shown(found)} in place of sizes")
     return tuple(map(operator.index, found))

@@ -10,46 +10,41 @@ from __future__ import annotations
 import io
 import math
 import re
-import struct
 import sys
 import zipfile
-import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from fullshard.checkpoint.format.index import ITEM_SIZES
-from fullshard.checkpoint.format.pickles import PickledObject, RestrictedUnpickler, checked_key, shown
+from fullshard.checkpoint.format.pickles import Pickled, PickledDict, load_inert, shown
 from fullshard.errors import CheckpointError
 from fullshard.messages import clipped
 
-__all__ = ["first_line", "from_bytes", "read_saved", "to_bytes"]
+__all__ = ["DTYPES", "first_line", "from_bytes", "read_saved", "to_bytes"]
 
-_MOST_DEPTH = 200
-_MOST_PARTS = 10**7  # unless the pickle has more
+DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "BFloat16Storage": torch.bfloat16,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.storage.UntypedStorage": torch.uint8,
 }
-_NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8")
-_LEAVES = {
-    *(type(None), bool, int, float, complex, str, bytes, bytearray, np.ndarray),
-    *(torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size),
-}
+_NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}|[SU][0-9]{1,9}")  # no objects or structures: they refer to memory
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 
 def to_bytes(key: str, value: Any) -> bytes:
@@ -109,107 +104,107 @@ def read_saved(data: bytes) -> Any:
         Exception: Any, if it is damaged, or has something that is not allowed.
     """
     records = _records(data)
-    order = bytes(records.get("byteorder", b""))
-    if order not in (b"", sys.byteorder.encode()):
-        raise UnpicklingError(f"it was written on a machine with the byte order {shown(order.decode('latin1'))}")
-    program = bytes(records["data.pkl"])
-
-    def storage(pid: Any) -> _SavedStorage:
-        what, dtype, key, _, numel = pid
-        if what != "storage" or type(key) is not str or type(numel) is not int or not isinstance(dtype, torch.dtype):
-            raise UnpicklingError("refers to external data that is no storage")
-        record = records[f"data/{key}"]
-        if len(record) != numel * dtype.itemsize:
-            raise UnpicklingError(f"a storage of {numel} elements of {dtype} in {len(record)} bytes")
-        if key not in storages:
-            storages[key] = torch.frombuffer(bytearray(record), dtype=torch.uint8) if record else torch.empty(0).byte()
-        return _SavedStorage(storages[key], dtype)
-
-    storages: dict[str, torch.Tensor] = {}
-    value = RestrictedUnpickler(program, _names(), storage=storage, restore=_restore).load()
-    if _measure(value, {}, 0)[0] > max(_MOST_PARTS, len(program)):
-        raise UnpicklingError(f"it stands for more than {_MOST_PARTS} parts")
-    return value
+    order = records.get("byteorder", b"").decode("latin1")
+    if order not in ("", sys.byteorder):
+        raise UnpicklingError(f"it was written on a machine with the byte order {shown(order)}")
+    restorer = _Restorer(records)
+    constants = {**_STORAGES, **DTYPES, "numpy.ndarray": None}
+    return restorer.restored(load_inert(bytes(records["data.pkl"]), restorer.calls, constants))
 
 
-def _records(data: bytes) -> Mapping[str, memoryview]:
+def _records(data: bytes) -> dict[str, bytearray]:
     """Return the records of an archive of ``torch.save`` by their names, after comparing their sizes and CRCs.
 
     torch's own reader compares neither, and compressed records, which torch never writes, grow when read.
     """
+    records: dict[str, bytearray] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size for entry in entries):
-        raise UnpicklingError("compressed records")
-    if sum(entry.file_size for entry in entries) > len(data):
-        raise UnpicklingError("records that overlap")
-    records: dict[str, memoryview] = {}
-    for entry in entries:
-        head = data[max(entry.header_offset, 0) :][:30]
-        magic, name, more = struct.unpack("<4s22xHH", head)
-        record = memoryview(data)[entry.header_offset + 30 + name + more :][: entry.file_size]
-        if magic != b"PK\3\4" or len(record) != entry.file_size:
-            raise UnpicklingError(f"a record of {len(record)} bytes, expected {entry.file_size}")
-        if entry.CRC and zlib.crc32(record) != entry.CRC:  # 0: torch.serialization.set_crc32_options(False)
-            raise UnpicklingError(f"CRC mismatch in record {shown(entry.filename)}")
-        records[entry.filename.partition("/")[2]] = record
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
+                raise UnpicklingError("compressed records")
+            if not entry.CRC:  # torch.serialization.set_crc32_options(False): nothing to compare
+                entry.CRC = None  # type: ignore[assignment]
+            record = records[entry.filename.partition("/")[2]] = bytearray(entry.file_size)
+            with archive.open(entry) as stream:
+                read = stream.readinto(record)  # type: ignore[attr-defined]
+            if read != len(record):
+                raise UnpicklingError(f"a record of {read} bytes, expected {len(record)}")
     return records
 
 
-# ---------------------------------------------------------------- stand-ins of the names in a pickle
+class _Restorer:
+    """Makes data of what ``load_inert`` has read from one file, and checks all of it.
 
+    Args:
+        records: The records of the file.
+    """
 
-class _SavedStorage(NamedTuple):
-    """The bytes of a storage, and the dtype of its elements."""
+    calls: Mapping[str, Callable[..., Any]]  # what makes the data, by the name that the pickle calls
 
-    data: torch.Tensor
-    dtype: torch.dtype
-
-
-class _Dtype(PickledObject):
-    """A numpy dtype: its name, and its state with the order of bytes."""
-
-
-def _names() -> dict[tuple[str, str], Any]:
-    """Return what stands for each name that a value may refer to, new for every file."""
-    names: dict[tuple[str, str], Any] = {
-        ("collections", "OrderedDict"): lambda: OrderedDict(),
-        ("collections", "Counter"): _counter,
-        ("_codecs", "encode"): _encode,
-        ("torch", "Size"): lambda sizes=(): torch.Size(_integers(sizes)),
-        ("torch", "device"): _device,
-        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-        ("torch._utils", "_rebuild_tensor_v3"): lambda *args: _tensor(*args[:6], *args[7:], dtype=args[6]),
-        ("torch._utils", "_rebuild_parameter"): _parameter,
-        ("torch.storage", "UntypedStorage"): torch.uint8,
-        ("numpy", "dtype"): _Dtype,
-        ("numpy", "ndarray"): None,
-    }
-    names |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
-    names |= {("torch", name): getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
-    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # numpy 2 and 1: files may come from either
-        names |= {(module, "_reconstruct"): lambda *_: np.empty(0, np.uint8), (module, "scalar"): _scalar}
-    for module in ("builtins", "__builtin__"):
-        names |= {(module, "set"): _set, (module, "complex"): _complex}
-        names |= {
-            (module, "bytes"): lambda: b"",
-            (module, "bytearray"): lambda data=b"": bytearray(_exact(data, bytes)),
+    def __init__(self, records: Mapping[str, bytearray]) -> None:
+        self._records = records
+        self._known: dict[int, Any] = {}  # by the ids of inert objects, which may be in many places
+        self.calls = {
+            "collections.Counter": lambda counts: Counter(_exact(counts, dict)),
+            "_codecs.encode": _encode,
+            "torch.Size": lambda sizes=(): torch.Size(_exact(sizes, tuple)),
+            "torch.device": torch.device,
+            "torch._utils._rebuild_tensor_v2": _tensor,
+            "torch._utils._rebuild_tensor_v3": lambda *args: _tensor(args[0].view(args[6]), *args[1:6], *args[7:]),
+            "torch._utils._rebuild_parameter": _parameter,
+            "numpy.dtype": _numpy_dtype,
+            ".storage": self._storage,
         }
-    return names
+        for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # numpy 2 and 1: files come from either
+            self.calls |= {f"{module}._reconstruct": _array, f"{module}.scalar": _scalar}
+        for module in ("builtins", "__builtin__"):
+            self.calls |= {
+                f"{module}.set": lambda items: set(_exact(items, list)),
+                f"{module}.complex": complex,
+                f"{module}.bytes": lambda: b"",
+                f"{module}.bytearray": lambda data=b"": bytearray(_exact(data, bytes)),
+            }
+
+    def restored(self, value: Any) -> Any:
+        """Return the data that an inert value stands for.
+
+        Raises:
+            Exception: Any, if it stands for none.
+        """
+        if type(value) in _LEAVES:
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = self._made(value)
+        return self._known[id(value)]
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, Pickled):
+            state = [] if value.state is None else [self.restored(value.state)]
+            return self.calls[type(value).__name__](*map(self.restored, value.args), *state)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.restored, value))
+        if not isinstance(value, PickledDict):
+            raise UnpicklingError(f"found a {type(value).__name__}, which is not data")
+        pairs = [(self.restored(key), self.restored(part)) for key, part in value.items()]
+        if type(value) is PickledDict:
+            return dict(pairs)
+        made = OrderedDict(pairs)
+        if value.state is not None:  # the versions of modules in state dicts of torch
+            made._metadata = self.restored(value.state)["_metadata"]  # type: ignore[attr-defined]
+        return made
+
+    def _storage(self, kind: Any, dtype: Any, key: Any, _: Any, numel: Any) -> torch.Tensor:
+        """Return the elements of a storage, 1-D; all that are made of one share memory."""
+        record = self._records[f"data/{_exact(key, str)}"]
+        if kind != "storage" or len(record) != numel * _exact(dtype, torch.dtype).itemsize:
+            raise UnpicklingError(f"a storage of {shown(numel)} elements of {shown(dtype)} in {len(record)} bytes")
+        return torch.frombuffer(record, dtype=dtype) if record else torch.empty(0, dtype=dtype)
 
 
 def _exact(found: Any, kind: type) -> Any:
-    if type(found) is not kind:
+    if not isinstance(found, kind):
         raise UnpicklingError(f"found a {type(found).__name__}, expected {kind.__name__}")
     return found
-
-
-def _integers(found: Any) -> tuple[int, ...]:
-    """Return a tuple of integers that are not negative."""
-    numbers = tuple(found) if isinstance(found, tuple) else _exact(found, tuple)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise UnpicklingError("found something else than integers, none below 0")
-    return numbers
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
@@ -218,44 +213,15 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return bytes(_exact(text, str).encode(encoding))
 
 
-def _set(items: Any) -> set[Any]:
-    return {checked_key(item) for item in _exact(items, list)}
-
-
-def _counter(counts: Any) -> Counter[Any]:
-    return Counter(_exact(counts, dict))
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    return complex(_exact(real, float), _exact(imaginary, float))
-
-
-def _device(kind: Any, index: Any = None) -> torch.device:
-    return torch.device(_exact(kind, str), *([] if index is None else [_exact(index, int)]))
-
-
 def _tensor(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    requires_grad: Any,
-    hooks: Any,
-    more: Any = None,
-    *,
-    dtype: Any = None,
+    flat: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, more: Any = None
 ) -> torch.Tensor:
-    """Return a dense tensor that lies in a storage and has no more elements."""
-    flat: torch.Tensor = _exact(storage, _SavedStorage).data.view(
-        _exact(storage.dtype if dtype is None else dtype, torch.dtype)
-    )
-    (offset,), size, stride = _integers((offset,)), _integers(size), _integers(stride)
-    numel, last = math.prod(size), offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if numel > len(flat) or (numel and last >= len(flat)):
-        raise UnpicklingError(f"a tensor of {numel} elements, the last one at {last}, in a storage of {len(flat)}")
+    """Return a dense tensor of a storage, with no more elements than that has; torch compares where they lie."""
     if more:
         raise UnpicklingError("a tensor that is conjugated or negated lazily, which only torch's own reader supports")
-    tensor = flat.as_strided(size, stride, offset) if numel else flat.new_empty(size)
+    if math.prod(_exact(size, tuple)) > len(_exact(flat, torch.Tensor)):
+        raise UnpicklingError(f"a tensor of {math.prod(size)} elements in a storage of {len(flat)}")
+    tensor: torch.Tensor = flat.as_strided(size, stride, offset)
     return tensor.requires_grad_(requires_grad is True)
 
 
@@ -263,62 +229,26 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
     return torch.nn.Parameter(_exact(data, torch.Tensor).detach(), requires_grad=requires_grad is True)
 
 
-def _numpy_dtype(found: Any) -> np.dtype[Any]:
-    """Return a dtype of plain elements: objects and structures have states that numpy takes for memory addresses."""
-    name, state = _exact(_exact(found, _Dtype).args[0], str), _exact(found.state, tuple)
-    plain = type(state[1]) is str and state[1] in "<>|=" and state[2:5] == (None, None, None)
-    if not plain or not _NUMPY_DTYPE.fullmatch(name):
-        raise UnpicklingError(f"numpy arrays of dtype {shown(name)}, expected numbers, text or times")
-    if name[0] in "mM":
-        unit, count = state[8][1][:2]
-        name += f"[{_exact(count, int)}{_exact(unit, bytes).decode()}]"
-    dtype: np.dtype[Any] = np.dtype(state[1] + name)
+def _numpy_dtype(name: Any, align: Any, copy: Any, state: Any) -> np.dtype[Any]:
+    """Return a dtype of plain elements, of which the state says only the order of bytes."""
+    order = _exact(state, tuple)[1]
+    plain = type(order) is str and order in "<>|=" and state[2:5] == (None, None, None)
+    if not plain or not _NUMPY_DTYPE.fullmatch(_exact(name, str)):
+        raise UnpicklingError(f"numpy arrays of dtype {shown(name)}, expected numbers or text")
+    dtype: np.dtype[Any] = np.dtype(order + name)
     return dtype
 
 
-def _check_elements(dtype: np.dtype[Any], count: int, data: Any) -> None:
-    if len(_exact(data, bytes)) != count * dtype.itemsize:
-        raise UnpicklingError(f"{len(data)} bytes for {count} elements of {dtype}")
-    if dtype.kind == "U":  # numpy prints no others
-        data.decode("utf-32-le" if dtype.newbyteorder("<") == dtype else "utf-32-be", "surrogatepass")
+def _array(kind: Any, shape: Any, data: Any, state: Any) -> np.ndarray[Any, Any]:
+    """Return a numpy array, whose state says all that it has."""
+    _, shape, dtype, fortran, data = _exact(state, tuple)
+    content = bytearray(_exact(data, bytes))
+    made: np.ndarray[Any, Any] = np.ndarray(
+        _exact(shape, tuple), _exact(dtype, np.dtype), content, order="F" if fortran is True else "C"
+    )
+    made.tolist()  # raises if it has text that is none
+    return made
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
-    kind = _numpy_dtype(dtype)
-    _check_elements(kind, 1, data)
-    return np.ndarray((), kind, bytes(data))[()]
-
-
-def _restore(target: Any, state: Any) -> None:
-    """Restore a numpy array, or the versions of modules that state dicts of torch have."""
-    if type(target) is OrderedDict and type(state) is dict and list(state) == ["_metadata"]:
-        target._metadata = state["_metadata"]  # type: ignore[attr-defined]
-        return
-    _, shape, dtype, fortran, data = _exact(state, tuple)
-    kind, shape = _numpy_dtype(dtype), _integers(shape)
-    _check_elements(kind, math.prod(shape), data)
-    _exact(target, np.ndarray).__setstate__((1, shape, kind, fortran is True, data))
-
-
-def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """Return the number of parts that a value has when printed, and how deep it is.
-
-    Raises:
-        UnpicklingError: If it is too deep, contains itself, or has parts that are not data.
-    """
-    if type(value) in _LEAVES or isinstance(value, np.generic):
-        return 1, 0
-    if id(value) not in known:
-        if depth > _MOST_DEPTH:
-            raise UnpicklingError(f"it is nested more than {_MOST_DEPTH} deep")
-        if type(value) in (dict, OrderedDict, Counter):
-            parts = [*value, *value.values(), *getattr(value, "__dict__", {}).values()]
-        elif type(value) in (list, tuple, set):
-            parts = list(value)
-        else:
-            raise UnpicklingError(f"found a {type(value).__name__}, which is not data")
-        measured = [_measure(part, known, depth + 1) for part in parts]
-        known[id(value)] = 1 + sum(count for count, _ in measured), 1 + max((deep for _, deep in measured), default=0)
-    if depth + known[id(value)][1] > _MOST_DEPTH:
-        raise UnpicklingError(f"it is nested more than {_MOST_DEPTH} deep")
-    return known[id(value)]
+    return np.ndarray((), _exact(dtype, np.dtype), _exact(data, bytes))[()]

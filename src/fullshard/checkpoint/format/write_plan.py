@@ -1,22 +1,20 @@
-"""The write plan of a save: one rank decides, from arrays of numbers, which rank writes which shards.
+"""The write plan of a save: which rank writes which shards, computed by every rank from arrays of numbers.
 
 [Note: Write plan]
-Most tensors of a checkpoint are sharded, and some shards are replicated. One rank has to know all shards, so that each
-is written once, and to check that together they cover every tensor. As one object per shard, as in the plans of
-torch.distributed.checkpoint, that takes rank 0 some 150 microseconds per shard (128 ranks with 1,000 tensors: 20 s).
-Here a rank sends its regions as columns of numbers ([Note: Region table]), and the names of tensors only if they differ
-from the first rank's; the plan is computed on these columns, and is a bit per shard. A shard costs rank 0 about a
-microsecond.
+Most tensors of a checkpoint are sharded, and some shards are replicated. All shards have to be known, so that each is
+written once, and to check that together they cover every tensor. As one object per shard, as in the plans of
+torch.distributed.checkpoint, that takes some 150 microseconds per shard (128 ranks with 1,000 tensors: 20 s). Here a
+rank sends its regions as columns of numbers ([Note: Region table]); the plan is computed on these columns, and is a
+flag per shard. A shard costs about a microsecond. All ranks compute the same plan from the same inventories, so that no
+rank has to be told what to write.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,16 +64,11 @@ class TensorTable:
             tuple(shards.equal for shards in tensors.values()),
         )
 
-    @cached_property
+    @property
     def packed(self) -> bytes:
         """Serialized table; equal tables have equal bytes."""
         rows = [self.keys, self.dtypes, self.shapes, self.equal]
         return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), _FAST)
-
-    @property
-    def digest(self) -> str:
-        """Hash of the table."""
-        return hashlib.sha256(self.packed).hexdigest()
 
     @classmethod
     def unpacked(cls, data: bytes) -> TensorTable:
@@ -86,25 +79,25 @@ class TensorTable:
 
 @dataclass(frozen=True)
 class RankInventory:
-    """The shards and values that one rank holds, as it sends them to the coordinator.
+    """The shards and values that one rank holds, as it sends them to the other ranks.
 
     Args:
-        table: A ``TensorTable.packed``; None: the same as the first rank's.
+        table: A ``TensorTable.packed``.
         regions: Result of ``packed``.
         values: Keys of values.
     """
 
-    table: bytes | None
+    table: bytes
     regions: bytes
     values: tuple[str, ...]
 
     @classmethod
-    def of(cls, entries: Mapping[str, TensorShards | bytes], *, with_table: bool) -> RankInventory:
+    def of(cls, entries: Mapping[str, TensorShards | bytes]) -> RankInventory:
         """Return the inventory of what a rank holds: tensors, and serialized values, by key."""
         tensors = {key: entry for key, entry in entries.items() if not isinstance(entry, bytes)}
         regions = [(number, shard.region) for number, held in enumerate(tensors.values()) for shard in held.shards]
         values = tuple(key for key, entry in entries.items() if isinstance(entry, bytes))
-        return cls(TensorTable.of(tensors).packed if with_table else None, cls.packed(regions), values)
+        return cls(TensorTable.of(tensors).packed, cls.packed(regions), values)
 
     @staticmethod
     def packed(regions: Sequence[tuple[int, Region]]) -> bytes:
@@ -114,13 +107,12 @@ class RankInventory:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Assignment of shards, values and files to the ranks that write them.
+    """Assignment of shards and values to the ranks that write them.
 
     Args:
         table: Table of all tensors.
         writes: Per rank, a flag for each region that it has sent: True if it writes the region.
         values: Per rank, the keys of the values that it writes.
-        files: Per rank, the number of its file; -1: it writes none.
         regions: The regions with elements that are written, by rank.
         ranks: The rank that writes each of them.
     """
@@ -128,7 +120,6 @@ class WritePlan:
     table: TensorTable
     writes: tuple[Flags, ...]
     values: tuple[tuple[str, ...], ...]
-    files: tuple[int, ...]
     regions: RegionTable
     ranks: Numbers
 
@@ -138,7 +129,7 @@ def plan_writes(held: Sequence[RankInventory]) -> WritePlan:
     otherwise to the first holder, so that the checkpoint is consistent with a single rank.
 
     Args:
-        held: Inventories by rank. The first one has the table of those that send none.
+        held: Inventories by rank.
 
     Raises:
         CheckpointError: If regions are outside of their tensors, overlap, or do not cover every tensor.
@@ -157,26 +148,19 @@ def plan_writes(held: Sequence[RankInventory]) -> WritePlan:
             "that the model is sharded over, or None for all ranks"
         )
     values = _first_holders([each.values for each in held])
-    with_data = set(ranks[written].tolist())
-    has_file = [rank in with_data or bool(values[rank]) for rank in range(len(held))]
-    numbers = np.cumsum(has_file) - 1
-    files = tuple(int(number) if writing else -1 for number, writing in zip(numbers, has_file, strict=True))
     writes = tuple(np.split(chosen, np.cumsum(counts)[:-1]))
-    return WritePlan(table, writes, tuple(values), files, regions.take(written), ranks[written])
+    return WritePlan(table, writes, tuple(values), regions.take(written), ranks[written])
 
 
 def _merge_tables(held: Sequence[RankInventory]) -> tuple[TensorTable, list[RegionTable]]:
     """Merge the tables of all ranks, and renumber every rank's regions to the merged table."""
     known: dict[bytes, Numbers] = {}  # by table: numbers in the merged table
-    first = held[0].table
-    assert first is not None, "the first rank has to send its table"
     rows: dict[str, tuple[str, tuple[int, ...], bool]] = {}
     numbers: dict[str, int] = {}
     regions = []
     for each in held:
-        packed = first if each.table is None else each.table
-        if packed not in known:
-            own = TensorTable.unpacked(packed)
+        if each.table not in known:
+            own = TensorTable.unpacked(each.table)
             for key, dtype, shape, equal in zip(own.keys, own.dtypes, own.shapes, own.equal, strict=True):
                 if key not in rows:  # the first rank that has it
                     rows[key], numbers[key] = (dtype, shape, equal), len(numbers)
@@ -184,9 +168,9 @@ def _merge_tables(held: Sequence[RankInventory]) -> tuple[TensorTable, list[Regi
                     raise CheckpointError(
                         f"{key}: expected the same shape on all ranks, found {rows[key][1]} and {shape}"
                     )
-            known[packed] = np.fromiter((numbers[key] for key in own.keys), dtype=np.int64)
+            known[each.table] = np.fromiter((numbers[key] for key in own.keys), dtype=np.int64)
         found = RegionTable.from_columns(unpack_columns(each.regions))
-        regions.append(found.renumbered(known[packed][found.tensor]))
+        regions.append(RegionTable(known[each.table][found.tensor], found.offsets, found.sizes))
     of_all = rows.values()
     dtypes, shapes = tuple(row[0] for row in of_all), tuple(row[1] for row in of_all)
     return TensorTable(tuple(rows), dtypes, shapes, tuple(row[2] for row in of_all)), regions

@@ -1,7 +1,7 @@
 """Write a checkpoint: every rank its data file, and the first rank the index, which commits the save.
 
 [Note: Commit]
-A save is atomic. Each rank writes a new data file beside those of the existing checkpoint; then the coordinator writes
+A save is atomic. Each rank writes a new data file beside those of the existing checkpoint; then the first rank writes
 a new index under a temporary name and renames it to ``fullshard.json``, which commits the save and replaces the
 previous checkpoint. Only then are data files removed that the index does not name: those of the previous save, and of
 ones that were killed. A save that fails on one rank is undone by all, unless it may have been committed, and begins by
@@ -20,20 +20,20 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.data_file import DataEntry, dtype_name, write_entries
 from fullshard.checkpoint.format.files import Folder, looks
 from fullshard.checkpoint.format.index import DATA_FILE, INDEX_FILE, FileEntry, Index, TensorEntry, data_file
 from fullshard.checkpoint.format.index_json import to_json
 from fullshard.checkpoint.format.region_table import shape_columns
 from fullshard.checkpoint.format.write_plan import RankInventory, WritePlan, plan_writes
+from fullshard.checkpoint.saving_ranks import SavingRanks
 from fullshard.engine.parameters.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
 
@@ -43,29 +43,13 @@ _ORPHAN_S = 7200.0  # since the last change of a file, longer than ranks wait fo
 _TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
 
 
-@dataclass(frozen=True)
-class _WriteAssignment:
-    """The part of the write plan that one rank receives.
-
-    Args:
-        save: Name of the save.
-        writes: A bit for each region that the rank has sent: 1 if the rank writes it.
-        values: Keys of the values that the rank writes.
-    """
-
-    save: str
-    writes: bytes
-    values: tuple[str, ...]
-
-
 def write_checkpoint(
     folder: Folder,
     entries: Mapping[str, TensorShards | bytes],
-    ranks: Coordinator,
+    ranks: SavingRanks,
     *,
     aliases: Mapping[str, str] = {},
     about: Mapping[str, Any] = {},
-    same_tensors: bool = False,
     wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint, and replace the one that is in the folder. All ranks call it. See [Note: Commit].
@@ -76,101 +60,84 @@ def write_checkpoint(
         ranks: The ranks that save.
         aliases: Other keys of tied tensors, each with the key under which the tensor is saved.
         about: Description of the save for the index; any JSON value.
-        same_tensors: All ranks are known to have the same tensors, so that only the first rank sends its table.
         wait: Blocks until the entries can be read.
 
     Raises:
         CheckpointError: On all ranks, if shards do not cover every tensor, or one of the ranks cannot write.
     """
-    save, plans, begun = uuid.uuid4().hex[:12], list[WritePlan](), list[str]()
 
-    def take_inventory() -> RankInventory:
+    def take_inventory() -> tuple[str, RankInventory]:
         wait()
         folder.create()
         if ranks.rank == 0:
             _remove_orphans(folder)
-        return RankInventory.of(entries, with_table=not same_tensors or ranks.rank == 0)
+        return uuid.uuid4().hex[:12], RankInventory.of(entries)
 
-    def assign(inventories: Sequence[RankInventory]) -> list[_WriteAssignment]:
-        plan = plan_writes(inventories)
-        plans.append(plan)
-        return [
-            _WriteAssignment(save, np.packbits(writes).tobytes(), values)
-            for writes, values in zip(plan.writes, plan.values, strict=True)
-        ]
-
-    assignment = ranks.decide(take_inventory, assign)
-
-    def commit(files: Sequence[FileEntry | None]) -> list[None]:
-        named = {data_file(save, rank): file for rank, file in enumerate(files) if file is not None}
-        _commit(folder, index_of(folder.where(INDEX_FILE), plans[0], named, aliases, about, save), begun)
-        return [None] * len(files)
-
-    ranks.decide(
-        lambda: _write_data_file(folder, entries, assignment, ranks.rank),
-        commit,
-        has_effect=lambda: bool(begun),
-        undo=lambda: _remove_quietly(folder, data_file(assignment.save, ranks.rank)),
+    saves, inventories = zip(*ranks.step(take_inventory), strict=True)
+    save = saves[0]
+    plan = cache(lambda: plan_writes(inventories))  # made in a step, so that its errors are raised on all ranks
+    own, begun = data_file(save, ranks.rank), list[str]()
+    undo = partial(_remove_quietly, folder, own)
+    written = ranks.step(
+        lambda: _write_data_file(folder, own, _planned_entries(entries, plan(), ranks.rank)), undo=undo
     )
 
+    def commit() -> None:
+        if ranks.rank == 0:
+            _commit(folder, index_of(folder.where(INDEX_FILE), plan(), written, aliases, about, save), begun)
 
-def _write_data_file(
-    folder: Folder, entries: Mapping[str, TensorShards | bytes], assignment: _WriteAssignment, rank: int
-) -> FileEntry | None:
-    """Write what this rank is assigned to write; None if it is nothing."""
-    found = list(_assigned(entries, assignment))
-    if not found:
+    ranks.step(commit, has_effect=lambda: bool(begun), undo=undo)
+
+
+def _write_data_file(folder: Folder, name: str, contents: Sequence[tuple[DataEntry, torch.Tensor]]) -> FileEntry | None:
+    """Write what this rank is planned to write; None if it is nothing."""
+    if not contents:
         return None
-    with folder.write(data_file(assignment.save, rank)) as stream:
-        written = write_entries(stream, found)
+    with folder.write(name) as stream:
+        written = write_entries(stream, contents)
     folder.sync()
     return written
 
 
-def _assigned(
-    entries: Mapping[str, TensorShards | bytes], assignment: _WriteAssignment
-) -> Iterator[tuple[DataEntry, torch.Tensor]]:
-    """Yield the entries of this rank's data file in order."""
+def _planned_entries(
+    entries: Mapping[str, TensorShards | bytes], plan: WritePlan, rank: int
+) -> list[tuple[DataEntry, torch.Tensor]]:
+    """Return the entries of this rank's data file in order."""
     shards = [
         (DataEntry.of_shard(key, dtype_name(key, entry.dtype), tuple(entry.shape), shard.region), shard.local)
         for key, entry in entries.items()
         if not isinstance(entry, bytes)
         for shard in entry.shards
     ]
-    bits = np.unpackbits(np.frombuffer(assignment.writes, dtype=np.uint8)).tolist()
-    writes = [shard for shard, bit in zip(shards, bits, strict=False) if bit and shard[0].nbytes]
+    writes = [shard for shard, flag in zip(shards, plan.writes[rank].tolist(), strict=True) if flag and shard[0].nbytes]
     # Large elements first: then each tensor begins at a multiple of the size of its elements.
-    yield from sorted(writes, key=lambda shard: shard[1].element_size(), reverse=True)
-    for key in assignment.values:
+    contents = sorted(writes, key=lambda shard: shard[1].element_size(), reverse=True)
+    for key in plan.values[rank]:
         data = entries[key]
         assert isinstance(data, bytes)
-        yield DataEntry(key, "uint8", (len(data),)), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        contents.append((DataEntry(key, "uint8", (len(data),)), torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+    return contents
 
 
 def index_of(
     where: str,
     plan: WritePlan,
-    files: Mapping[str, FileEntry],
+    written: Sequence[FileEntry | None],
     aliases: Mapping[str, str],
     about: Mapping[str, Any],
     save: str,
 ) -> Index:
-    """Return the index of a save from its write plan and the files that were written, in order of their ranks.
-
-    Raises:
-        CheckpointError: If ranks have written other files than planned.
-    """
-    if list(files) != [data_file(save, rank) for rank, number in enumerate(plan.files) if number >= 0]:
-        raise CheckpointError(f"{where}: the files that the ranks have written do not match the write plan")
+    """Return the index of a save from its write plan and the file that each rank has written; None: it wrote none."""
+    files = {data_file(save, rank): file for rank, file in enumerate(written) if file is not None}
+    numbers = np.cumsum([file is not None for file in written]) - 1  # of the files, by rank
     order = np.lexsort((plan.regions.first(shape_columns(plan.table.shapes)), plan.regions.tensor))
-    numbers = np.array(plan.files, dtype=np.int64)[plan.ranks[order]]
     tensors = map(TensorEntry, plan.table.dtypes, plan.table.shapes)
     values = {key: data_file(save, rank) for rank, keys in enumerate(plan.values) for key in keys}
     return Index(
         where,
         dict(zip(plan.table.keys, tensors, strict=True)),
         plan.regions.take(order),
-        numbers,
+        numbers[plan.ranks[order]],
         values,
         files,
         aliases,

@@ -4,8 +4,7 @@
 The byte ranges of all tensors follow from names, shapes and dtypes, which all ranks know. So one rank creates the
 files, headers first and at full length, under temporary names, and then all ranks write their shards into them
 concurrently; weights are not communicated. Which rank writes a replicated shard is planned as for a save. At the end
-the files are renamed to their final names, the index last. That needs a folder on a shared file system; otherwise the
-group's first rank writes all, tensor by tensor, as ``fullshard.full_tensors`` gathers them.
+the files are renamed to their final names, the index last. That needs a folder on a shared file system.
 
 ``export_checkpoint`` writes the same files from a checkpoint, without the model and without ranks, in little memory.
 """
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.coordinator import Coordinator
 from fullshard.checkpoint.format.files import flush, looks
 from fullshard.checkpoint.format.host import plain
 from fullshard.checkpoint.format.write_plan import RankInventory, plan_writes
@@ -41,12 +39,12 @@ from fullshard.checkpoint.safetensors.files import (
     read_index,
 )
 from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
-from fullshard.checkpoint.safetensors.stream import full_tensors
+from fullshard.checkpoint.saving_ranks import SavingRanks
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
-from fullshard.engine.parameters.tensor_shards import TensorShard, TensorShards
+from fullshard.engine.parameters.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
-from fullshard.ranks.agreement import any_rank, compare, digest_of, gather, who_differs
+from fullshard.ranks.agreement import compare, digest_of, gather, who_differs
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
@@ -74,9 +72,8 @@ def export_safetensors(
     wrapping. A tied parameter is written once; its other names are in the metadata under "aliases", where
     ``load_safetensors`` finds them. Extra state of modules is not written.
 
-    Every rank writes its own shards into the files, through a few megabytes of memory. If the ranks do not see the same
-    ``folder``, the first rank of the process group writes alone, which takes longer and needs as much memory as
-    ``full_tensors``.
+    Every rank writes its own shards into the files, through a few megabytes of memory, so all ranks must see the same
+    ``folder``.
 
     Args:
         model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
@@ -91,8 +88,8 @@ def export_safetensors(
 
     Raises:
         ValueError: If an argument is invalid, or the format does not support a tensor.
-        CheckpointError: On all ranks, if one of them cannot write (with the rank and the file), or the ranks of
-            ``process_group`` do not hold the whole model. Files written so far are removed.
+        CheckpointError: On all ranks, if one of them cannot write (with the rank and the file), or does not see the
+            folder, or the ranks of ``process_group`` do not hold the whole model. Files written so far are removed.
         UnmaterializedParameterError: If a parameter or buffer is on the meta device.
         PhaseError: If a unit is in the middle of a step.
         FullshardError: On the ranks that have called ``export_safetensors``, if others do not call it.
@@ -130,15 +127,10 @@ def export_safetensors(
         _on_first(barrier, "making the folder", lambda: _make_folder(made))
         files = OutputFiles(path, plans, next(iter(gather(made.token, process_group).values())), sync)
         try:
-            seen = barrier.run_on_all("looking for the folder", lambda: _sees_folder(files))
-            shared = not any_rank(not seen, [process_group])
+            barrier.run_on_all("looking for the folder", lambda: _look_for_folder(files))
             _on_first(barrier, "making files", files.make)
-            if shared:
-                own = _assign_shards(state, process_group)
-                barrier.run_on_all("writing", lambda: files.write(own))
-            else:
-                error = _write_alone(files, model, dtype, writes=barrier.rank == 0)
-                barrier.run_on_all("writing", lambda: _raise(error))
+            own = _assign_shards(state, process_group)
+            barrier.run_on_all("writing", lambda: files.write(own))
             _on_first(barrier, "naming files", lambda: files.publish(texts))
         finally:
             if barrier.rank == 0:
@@ -160,11 +152,6 @@ def _described(own: torch.dtype, shape: Sequence[int], dtype: torch.dtype | None
 
 def _on_first(barrier: RankBarrier, step: str, function: Callable[[], object]) -> None:
     barrier.run_on_all(step, function if barrier.rank == 0 else lambda: None)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 # -------------------------------------------------------------------- shards to write
@@ -195,11 +182,10 @@ def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> list[t
         CheckpointError: If the shards of all ranks do not make up every tensor.
     """
     tensors = {name: replace(shards, equal=True) for name, shards in state.tensors.items()}
-    ranks = Coordinator(coordination_group(group), "cannot export the weights")
-    writes = ranks.decide(
-        lambda: RankInventory.of(tensors, with_table=ranks.rank == 0), lambda held: plan_writes(held).writes
-    )
-    shards = ((name, shard) for name, held in tensors.items() for shard in held.shards)
+    ranks = SavingRanks(coordination_group(group), "cannot export the weights")
+    held = ranks.step(lambda: RankInventory.of(tensors))
+    writes = ranks.step(lambda: plan_writes(held).writes[ranks.rank])[ranks.rank]
+    shards = ((name, shard) for name, entry in tensors.items() for shard in entry.shards)
     return [shard for shard, chosen in zip(shards, writes.tolist(), strict=True) if chosen]
 
 
@@ -213,28 +199,13 @@ def _make_folder(files: OutputFiles) -> None:
         files.token_file.touch()
 
 
-def _sees_folder(files: OutputFiles) -> bool:
-    """Return True if this rank sees the same folder as the first rank."""
-    return any(files.token_file.exists() for _ in looks())
-
-
-def _write_alone(files: OutputFiles, model: nn.Module, dtype: torch.dtype | None, *, writes: bool) -> Exception | None:
-    """Write full tensors as they are gathered. A collective.
-
-    Returns:
-        The error, if this rank cannot write: it takes part in all all-gathers, and raises afterwards.
-    """
-    planned = {name for plan in files.plans for name in plan.tensors}
-    tensors, error = full_tensors(model, dtype=dtype), None
-    try:
-        if writes:
-            whole = ((name, TensorShards.whole(tensor).shards[0]) for name, tensor in tensors if name in planned)
-            files.write(whole)
-    except Exception as raised:
-        error = raised
-    for _ in tensors:
-        pass
-    return error
+def _look_for_folder(files: OutputFiles) -> None:
+    """Raise CheckpointError unless this rank sees the same folder as the first rank."""
+    if not any(files.token_file.exists() for _ in looks()):
+        raise CheckpointError(
+            f"{files.folder}: this rank does not see the folder that the first rank has made: it must be on a file "
+            "system that all ranks share. Without one, let a rank write the tensors of fullshard.full_tensors"
+        )
 
 
 # -------------------------------------------------------------------- from a checkpoint

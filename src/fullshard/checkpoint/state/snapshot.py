@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.format.values import to_bytes
-from fullshard.checkpoint.format.write_plan import TensorTable
 from fullshard.checkpoint.state.extras import random_state, split, state_of
 from fullshard.checkpoint.state.model import model_state
 from fullshard.checkpoint.state.optimizer.state import compare_fingerprints, fingerprint, optimizer_state
@@ -50,9 +49,10 @@ __all__ = [
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
 ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "strict"}
-REMOVED = {"storage_reader", "storage_writer"}
-ALIGNMENT_BYTES = 64
-BLOCK_BYTES = 1 << 28
+
+# CPU buffers for copies of shards, by shard. They are kept for the next save: the first use of new memory takes longer
+# than the copy.
+StagingMemory = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,11 @@ class StateFingerprint:
         keys: Keys of the models' tensors.
         states: Descriptions of optimizer state by FQN.
         local: Hashes of parameters that nothing keeps equal over ranks.
-        tensors: Hash of all tensors' keys, shapes and dtypes; these may differ for tensors of only one rank.
     """
 
     keys: tuple[str, ...]
     states: Mapping[str, str]
     local: Mapping[str, str]
-    tensors: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,6 @@ class Snapshot:
     fingerprint: StateFingerprint
     wait: Callable[[], None] = lambda: None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors on this rank."""
-        return sum(entry.nbytes for entry in self.entries.values() if isinstance(entry, TensorShards))
-
     def stage(self, memory: StagingMemory) -> Snapshot:
         """Copy the state to CPU memory, pinned if tensors come from an accelerator.
 
@@ -103,59 +96,30 @@ class Snapshot:
         write of the program's own.
 
         Args:
-            memory: Where to; what an earlier save has there is overwritten.
+            memory: Buffers of an earlier save, which are overwritten where they have the right size. Those of this save
+                replace them.
         """
         shards = [shard for e in self.entries.values() if isinstance(e, TensorShards) for shard in e.shards]
         accelerator = next((p.local.device for p in shards if p.local.device.type != "cpu"), None)
-        memory.begin(sum(_aligned(p.local.nbytes) for p in shards), pin=accelerator is not None)
-        entries: dict[str, TensorShards | bytes] = {}
+        buffers, entries = dict[str, torch.Tensor](), dict[str, TensorShards | bytes]()
         for key, entry in self.entries.items():
             if isinstance(entry, bytes):
                 entries[key] = entry
                 continue
-            copies = [TensorShard(region, memory.like(local)) for region, local in entry.shards]
-            for (_, copy), (_, local) in zip(copies, entry.shards, strict=True):
-                copy.copy_(local, non_blocking=accelerator is not None)
+            copies = []
+            for region, local in entry.shards:
+                at = f"{key}{region} {local.nbytes} {accelerator}"
+                kept = memory.get(at)
+                buffers[at] = (
+                    host_buffer(local.nbytes, torch.uint8, pin=accelerator is not None) if kept is None else kept
+                )
+                copy = buffers[at].view(local.dtype).view(local.shape)
+                copies.append(TensorShard(region, copy.copy_(local, non_blocking=accelerator is not None)))
             entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), tuple(copies), equal=entry.equal)
+        memory.clear()
+        memory.update(buffers)
         wait = self.wait if accelerator is None else _waiter([shard.local for shard in shards], accelerator)
         return Snapshot(entries, self.aliases, self.about, self.fingerprint, wait)
-
-
-class StagingMemory:
-    """CPU memory for copies, kept from one save to the next: the first use of new memory takes longer than the copy.
-
-    In blocks: pinned memory is allocated in powers of two, so one block could be twice as large as needed.
-    """
-
-    _blocks: list[torch.Tensor]
-    _pin: bool
-    _nbytes: int  # that the blocks were allocated for
-    _left: int  # bytes that are still to be taken
-    _rest: list[torch.Tensor]  # free parts of the blocks, the present one last
-
-    def __init__(self) -> None:
-        self._blocks, self._rest = [], []
-        self._pin, self._nbytes, self._left = False, 0, 0
-
-    def begin(self, nbytes: int, *, pin: bool) -> None:
-        """Begin anew, with room for ``nbytes``. Blocks for another number of bytes are freed: the state has changed."""
-        if (pin, nbytes) != (self._pin, self._nbytes):
-            self._blocks = []
-        self._pin, self._nbytes, self._left, self._rest = pin, nbytes, nbytes, self._blocks[::-1]
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor like another one."""
-        nbytes = _aligned(tensor.nbytes)
-        while self._rest and self._rest[-1].numel() < nbytes:
-            self._rest.pop()
-        if not self._rest:
-            size = max(nbytes, min(BLOCK_BYTES, self._left))
-            self._rest.append(host_buffer(size, torch.uint8, pin=self._pin))
-            self._blocks.append(self._rest[-1])
-        block = self._rest[-1]
-        found, self._rest[-1] = block[: tensor.nbytes], block[nbytes:]
-        self._left -= nbytes
-        return found.view(tensor.dtype).view(tensor.shape)
 
 
 class Component(NamedTuple):
@@ -178,14 +142,7 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     Raises:
         CheckpointError: If the parameters of an optimizer are in none of the models.
         ValueError: If an extra has the name of an argument of ``save`` or ``load``.
-        TypeError: If it has the name of an argument that was removed.
     """
-    removed = sorted(REMOVED.intersection(extra))
-    if removed:
-        raise TypeError(
-            f"{removed[0]} is not an argument of save(), async_save() or load(); for other storage, use "
-            "torch.distributed.checkpoint.save or load with get_state_dict"
-        )
     taken = sorted(ARGUMENTS.intersection(extra))
     if taken:
         raise ValueError(
@@ -250,26 +207,21 @@ def snapshot(
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "extra": list(extra),
     }
-    tensors = TensorTable.of({key: entry for key, entry in entries.items() if isinstance(entry, TensorShards)}).digest
-    return Snapshot(entries, aliases, about, StateFingerprint(tuple(keys), states, local, tensors))
+    return Snapshot(entries, aliases, about, StateFingerprint(tuple(keys), states, local))
 
 
-def compare_ranks(own: StateFingerprint, group: dist.ProcessGroup | None) -> bool:
+def compare_ranks(own: StateFingerprint, group: dist.ProcessGroup | None) -> None:
     """Raise on all ranks of ``group`` if they do not hold shards of one model. An all-gather of a few bytes.
-
-    Returns:
-        True if all ranks have the same tensors, by key, shape and dtype.
 
     Raises:
         CheckpointError: With the keys and ranks that differ.
         FullshardError: If the state of an optimizer differs between ranks.
     """
     if group is None or not differs(own, group):
-        return True
+        return
     compare(dict.fromkeys(sorted(own.keys), "a tensor"), [group], _different_models)
     compare_fingerprints(own.states, group)
     compare(dict(sorted(own.local.items())), [group], _different_local_parameters)
-    return not differs(own.tensors, group)
 
 
 def _different_models(keys: Mapping[int, Mapping[str, str]]) -> CheckpointError:
@@ -383,7 +335,3 @@ def _waiter(sources: list[torch.Tensor], accelerator: torch.device) -> Callable[
         sources.clear()
 
     return wait
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,16 +1,14 @@
 """Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in ``fullshard.cli``.
 
-Exit codes: 0 all good; 1 problems or differences were found, or something could not be written; 2 wrong input.
+Exit codes: 0 all good; 1 problems were found, or something could not be written; 2 wrong input.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
 import re
 import sys
-from pathlib import Path
 
 import torch
 from rich import box
@@ -19,8 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.checkpoint.format.index import INDEX_FILE, TensorEntry
-from fullshard.checkpoint.format.torch_format import METADATA_FILE
+from fullshard.checkpoint.format.index import TensorEntry
 from fullshard.checkpoint.safetensors.export import export_checkpoint
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
@@ -35,37 +32,26 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*")
 
 
-def inspect(path: str, *, verify: bool, other: str | None, names: str | None) -> int:
+def inspect(path: str, *, verify: bool, names: str | None) -> int:
     """Print the contents of a checkpoint.
 
     Args:
         path: Folder or URL.
         verify: Read everything and compare it with its checksums.
-        other: A second checkpoint to compare with.
         names: Pattern with ``*`` and ``?`` of the tensors and values to list. None: list the first ones.
 
     Returns:
         Exit code of the command.
     """
-    console, code = Console(), GOOD
-    with contextlib.ExitStack() as opened:
-        try:
-            checkpoint = opened.enter_context(open_checkpoint(path))
-            second = None if other is None else opened.enter_context(open_checkpoint(other))
-        except CheckpointError as error:
-            return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other)}", WRONG_INPUT)
-        if second is None or names is not None:
+    console = Console()
+    try:
+        with open_checkpoint(path) as checkpoint:
             _show_head(checkpoint, console)
             if not _show_names(checkpoint, names, console):
                 return _fail("inspect", f"no tensor or value of {path} matches {names!r}", WRONG_INPUT)
-        if verify:
-            code = _verify(checkpoint, console)
-        if second is not None:
-            try:
-                code = max(code, _diff(checkpoint, second, console))
-            except CheckpointError as error:
-                return _fail("inspect", str(error), FOUND)
-    return code
+            return _verify(checkpoint, console) if verify else GOOD
+    except CheckpointError as error:
+        return _fail("inspect", str(error), WRONG_INPUT)
 
 
 def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | None, max_shard_size: str) -> int:
@@ -92,7 +78,7 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
             if not any(key.startswith(prefix) for key in checkpoint.names):
                 return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
     except (CheckpointError, ValueError) as error:
-        return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
+        return _fail("export", str(error), WRONG_INPUT)
     try:
         files = export_checkpoint(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
     except (CheckpointError, ValueError) as error:
@@ -200,20 +186,6 @@ def _verify(checkpoint: Checkpoint, console: Console) -> int:
     return GOOD
 
 
-def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
-    differences = checkpoint.diff(other)
-    both = f"{checkpoint.path} and {other.path}"
-    if not differences:
-        console.print(Text.assemble(("equal: ", "bold green"), f"{both} have the same contents"))
-        return GOOD
-    for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
-        console.print(Text(difference), soft_wrap=True)
-    console.print(
-        Text.assemble((_count(len(differences), "difference"), "bold red"), f" between {both}"), soft_wrap=True
-    )
-    return FOUND
-
-
 def _table(*columns: str) -> Table:
     """Return a table; columns whose names end in ``>`` are aligned to the right, the first one and contents folded."""
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -221,21 +193,6 @@ def _table(*columns: str) -> Table:
         fold = "fold" if number == 0 or name == "contents" else "ellipsis"
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow=fold)  # type: ignore[arg-type]
     return table
-
-
-def _perhaps(path: str | None) -> str:
-    """Suggest the newest checkpoint in the folder of a run or of checkpoints, if the user named that folder."""
-    if path is None or _is_checkpoint(Path(path)):
-        return ""
-    found: list[tuple[float, Path]] = []
-    for folder in (Path(path) / "checkpoints", Path(path)):
-        with contextlib.suppress(OSError):
-            found += [(each.stat().st_mtime, each) for each in folder.iterdir() if _is_checkpoint(each)]
-    return f"; did you mean {max(found)[1]}?" if found else ""
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (INDEX_FILE, METADATA_FILE))
 
 
 def _fail(command: str, message: str, code: int) -> int:

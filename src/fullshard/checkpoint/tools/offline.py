@@ -1,4 +1,4 @@
-"""Inspect checkpoints offline: list, read, verify and compare, without the model and without ranks.
+"""Inspect checkpoints offline: list, read and verify, without the model and without ranks.
 
 Everything is read in parts of a few megabytes, so a checkpoint of any size can be inspected on any machine.
 """
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from fullshard.checkpoint.format.data_file import dtype_of
@@ -22,7 +21,6 @@ from fullshard.layout import Region, regions_of_range
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _PART = 1 << 20  # elements read at once
-_VALUE = "a value"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -153,34 +151,6 @@ class Checkpoint(CheckpointReader):
                 succeeds(self.value, key)
         return problems
 
-    def diff(self, other: Checkpoint) -> list[str]:
-        """Compare names, shapes, dtypes and contents with another checkpoint. NaN equals NaN.
-
-        Args:
-            other: The other checkpoint.
-
-        Returns:
-            Differences, one line each, which begins with the name.
-
-        Raises:
-            CheckpointError: If something cannot be read, or its checksum does not match.
-        """
-        found: list[str] = []
-        mine, theirs = self._described(), other._described()
-        for name in sorted(mine.keys() | theirs.keys()):
-            here, there, distance = mine.get(name), theirs.get(name), ""
-            if here is None or there is None:
-                found.append(f"{name}: only in the {'second' if here is None else 'first'}: {here or there}")
-                continue
-            if here == there == _VALUE:
-                one, two = self.read(name), other.read(name)
-                here, there = ("", "") if _equal(one, two) else (_shown(one), _shown(two))
-            elif _VALUE not in (here, there) and self.shape(name) == other.shape(name):
-                distance = self._distance(other, name)
-            if here != there or distance:
-                found.append(f"{name}: {here if here == there else f'{here} -> {there}'}{distance}")
-        return found
-
     def _tensor(self, name: str) -> TensorEntry:
         try:
             return self.index.tensor(name)
@@ -198,50 +168,3 @@ class Checkpoint(CheckpointReader):
         nothing = torch.empty(region.sizes, dtype=self.dtype(key), device="meta")
         for read in self.find(key, [TensorShard(region, nothing)]):
             self.verify_shard(read)
-
-    def _described(self) -> dict[str, str]:
-        tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
-        described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
-        return {**described, **dict.fromkeys(self.index.values, _VALUE)}
-
-    def _distance(self, other: Checkpoint, name: str) -> str:
-        """Return how many elements of a tensor differ, and by how much; empty if none does."""
-        count, largest = 0, 0.0
-        for (_, one), (_, two) in zip(self.shards(name), other.shards(name), strict=True):
-            if one.dtype == two.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, two))):
-                continue
-            distances = _distances(one, two)
-            if distances.numel():
-                count += distances.numel()
-                largest = float(torch.stack([distances.max(), torch.tensor(largest, dtype=torch.float64)]).max())
-        what = "1 element differs" if count == 1 else f"{count:,} elements differ"
-        return f": {what} by at most {largest:.3g}" if count else ""
-
-
-def _distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """Return the absolute differences of the elements that differ; NaN equals NaN."""
-    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
-    left, right = one.to(wide), two.to(wide)
-    exact = not any(t.is_floating_point() or t.is_complex() for t in (one, two))
-    different = (one != two) if exact else (left != right) & ~(left.isnan() & right.isnan())
-    return (left - right).abs()[different]
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Return True if two values are the same, including nested tensors and arrays; NaN equals NaN."""
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == two.dtype and one.shape == two.shape and not _distances(one, two).numel()
-    if isinstance(one, np.ndarray):
-        return one.dtype == two.dtype and bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_equal(value, two[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_equal, one, two))
-    return bool(one == two or (one != one and two != two))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
-from fullshard.optim.local.localize import stepping_dtensors, usable_step
-from fullshard.optim.local.step import LocalStep, own_step
+from fullshard.optim.local.localize import stepping_dtensors
+from fullshard.optim.local.step import own_step
 
 __all__ = ["give_initial_state"]
 
@@ -67,22 +67,26 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer: Left alone if it has state.
 
     Raises:
-        FullshardError: If it steps local tensors, its own step cannot run with DTensors, and its state is not known to
-            begin as zeros.
+        FullshardError: If its own step fails, as one of plain tensors does with DTensors.
     """
     optimizer = _itself(optimizer)
     if optimizer.state:
         return
     groups, state, made = optimizer.param_groups, optimizer.state, {}
-    has_local_step = usable_step(optimizer) is not None
+    step = own_step(type(optimizer))  # of the class: schedulers replace the instance's by one that counts
     try:
         with stepping_dtensors(optimizer):
             for group in groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        made[parameter] = _initial_state(optimizer, group, parameter, has_local_step)
+                        made[parameter] = _state_of_step(step, optimizer, group, parameter)
     except TypeError:  # step() requires a closure
         made = {}
+    except Exception as error:
+        raise FullshardError(
+            f"cannot determine the initial state of {type(optimizer).__name__}: its own step fails "
+            f"({type(error).__name__}: {error}); run a step first, or initialize the state in the optimizer"
+        ) from error
     finally:
         optimizer.param_groups, optimizer.state = groups, state
     state.update((parameter, values) for parameter, values in made.items() if values)
@@ -98,38 +102,6 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             break
         optimizer = inner
     return optimizer
-
-
-def _initial_state(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, has_local_step: bool
-) -> dict[str, Any]:
-    """Return the initial state of one parameter, from the optimizer's own step: one on local tensors shows no first
-    values.
-
-    Raises:
-        FullshardError: If only a step on local tensors runs, and leaves values that may not be the first ones.
-    """
-    step = own_step(type(optimizer))  # of the class: schedulers replace the instance's by one that counts
-    try:
-        return _state_of_step(step, optimizer, group, parameter)
-    except Exception as error:
-        if not has_local_step:
-            raise
-        failure = error
-    made = _state_of_step(LocalStep().step, optimizer, group, parameter)
-    unknown = [name for name, value in made.items() if name != "step" and not _began_as_zeros(value, parameter)]
-    if unknown:
-        raise FullshardError(
-            f"cannot determine the initial state of {type(optimizer).__name__}: its own step fails with DTensors "
-            f"({type(failure).__name__}: {failure}), and its step on local tensors may have changed {unknown}; run a "
-            "step first, or initialize the state in the optimizer"
-        ) from failure
-    return made
-
-
-def _began_as_zeros(value: Any, parameter: torch.Tensor) -> bool:
-    """Return True if an entry is elementwise and zero after a step with zero gradients."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and not bool(value_of(value).any())
 
 
 def _state_of_step(
