@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subfolders import ranks and compare
 
@@ -36,6 +37,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves a process group in the main process would fail others, in another file on another day."""
+    yield
+    left, world = dist.is_initialized(), dist.get_world_size() if dist.is_initialized() else 0
+    if left:
+        dist.destroy_process_group()
+    assert not left, f"the test has left a process group of {world} ranks in the main process"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
