@@ -22,7 +22,7 @@ from ranks import Rank, RankPool
 
 MODEL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--ngrams", "3", "--ngram-rows", "64"]
 SIZE = [*MODEL, "--batch", "2", "--device", "cpu"]
-SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
+SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100"]
 LIMIT = 120  # seconds after which a hung run is given up on an idle machine
 
 

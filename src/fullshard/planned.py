@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.planning.calibration import calibrate
-from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import cluster_of, to_toml
 from fullshard.planning.dry_run import where
 from fullshard.planning.plan import Plan, plan
@@ -74,27 +74,6 @@ def answer(
         choices["mixed_precision"] = None
     built, arguments, loss = model_of(model, rows, sequence)
     return plan(built, arguments, ranks=ranks, cluster=machine, loss=loss, choices=choices, search=search)
-
-
-def choices_of(texts: Sequence[str]) -> dict[str, Any]:
-    """Return choices that are given as ``name=value``, with values as in JSON.
-
-    Args:
-        texts: All of them.
-
-    Raises:
-        FullshardError: If there is no such choice, or no such value.
-    """
-    known, found = [each.name for each in dataclasses.fields(Choices)], {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            name = ""
-        if name not in known:
-            raise FullshardError(f"plan: --fix: expected NAME=VALUE, of {', '.join(known)}, found {text!r}")
-    return found
 
 
 def measure(path: Path, ranks: int) -> str:
@@ -188,29 +167,12 @@ def _hugging_face(path: Path) -> nn.Module:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FullshardError(f"plan: {path} is no config of a causal language model: {error}") from None
-    model.register_forward_pre_hook(_begin_unpacked)
-    model.register_forward_hook(_end_unpacked, always_call=True)
-    return model
-
-
-_packing: list[Any] = []  # what transformers asks with, while a forward runs
-
-
-def _begin_unpacked(model: nn.Module, arguments: Any) -> None:
-    """transformers looks at the values of position ids, to find sequences that are packed into one. There are none."""
-    try:
+    with contextlib.suppress(ImportError):  # versions that do not look
+        # transformers looks at the values of position ids, to find sequences that are packed into one. There are none,
+        # and tensors on the meta device have no values.
         masks: Any = importlib.import_module("transformers.masking_utils")
-        _packing.append(masks.find_packed_sequence_indices)
         masks.find_packed_sequence_indices = lambda position_ids: None
-    except (ImportError, AttributeError):  # versions that do not look
-        _packing.append(None)
-
-
-def _end_unpacked(model: nn.Module, arguments: Any, output: Any) -> None:
-    before = _packing.pop()
-    if before is not None:
-        masks: Any = importlib.import_module("transformers.masking_utils")
-        masks.find_packed_sequence_indices = before
+    return model
 
 
 def _next_byte_loss(logits: Tensor) -> Tensor:
