@@ -142,8 +142,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="module:function or file.py:function that returns a model, a Hugging Face config.json, or the "
-            "config.toml of a run.",
+            help="module:function or file.py:function that returns a model, or a Hugging Face config.json.",
             show_default=False,
         ),
     ] = None,
@@ -222,9 +221,7 @@ def plan(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint, or a folder with files of a crash.")
-    ],
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read all data and verify its checksums.")] = False,
     diff: Annotated[
         str | None,
@@ -237,32 +234,14 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Print, verify or compare checkpoints, or say what ranks were doing before a crash.
-
-    Without model code or process group.
+    """Print, verify or compare checkpoints, without model code or process group.
 
     Reads checkpoints of fullshard and of torch.distributed.checkpoint. No code from the checkpoint is run.
-
-    For a folder that ranks have written to after a crash: say what happened first.
 
     Exit code: 0 for success, 1 if problems or differences were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
-    from fullshard.debug.crashes import read_crashes, summarize
 
-    try:
-        crashes = read_crashes(Path(checkpoint))
-    except ValueError as error:
-        _fail(str(error), "inspect")
-    if crashes:
-        typer.echo(summarize(crashes))
-        return
-    if "://" not in checkpoint and not Path(checkpoint).exists():
-        _fail(
-            f"{checkpoint} does not exist: expected a checkpoint, or a folder with files that ranks write after a "
-            "crash (rank0.json, ...). A process that is killed by a signal writes none",
-            "inspect",
-        )
     raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
 
 

@@ -1,4 +1,4 @@
-"""Answer `fullshard plan`: build a model of a user, of a Hugging Face config or of a run, and plan its training."""
+"""Answer `fullshard plan`: build a model of a user or of a Hugging Face config, and plan its training."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.planning.calibration import calibrate
 from fullshard.planning.cluster import cluster_of, to_toml
 from fullshard.planning.dry_run import where
 from fullshard.planning.plan import Plan, plan
-from fullshard.train.config import ConfigError, TrainConfig
-from fullshard.train.model import GPT
-
-_Loss = Callable[[Any], Tensor]
 
 
 def answer(
@@ -72,14 +66,14 @@ def answer(
     choices = {"mixed_precision": "none" if machine.device == "cpu" else "bf16", **choices}
     if choices["mixed_precision"] == "none":
         choices["mixed_precision"] = None
-    built, arguments, loss = model_of(model, rows, sequence)
-    return plan(built, arguments, ranks=ranks, cluster=machine, loss=loss, choices=choices, search=search)
+    built, arguments = model_of(model, rows, sequence)
+    return plan(built, arguments, ranks=ranks, cluster=machine, choices=choices, search=search)
 
 
 def measure(path: Path, ranks: int) -> str:
-    """Measure this machine with so many ranks, write it as a cluster, and return what was found as text.
+    """Measure this machine with so many ranks, write it as a cluster, and return the text of the file.
 
-    Under torchrun, the nodes of the job; its first rank writes, and the text of the others is empty.
+    Under torchrun the nodes of the job are measured; its first rank writes, and the text of the others is empty.
 
     Args:
         path: TOML file to write.
@@ -96,12 +90,12 @@ def measure(path: Path, ranks: int) -> str:
     return f"{text}\nwritten to {path}; plan with --cluster {path}"
 
 
-def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Module, Any, _Loss | None]:
-    """Return a model on the meta device, a batch for it, and its loss.
+def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Module, Any]:
+    """Return a model on the meta device, and a batch for it.
 
     Args:
-        name: `module:function` or `file.py:function`, whose function returns a model, or a model and its batch; a
-            `config.json` of Hugging Face; or a `config.toml` of a run of `fullshard train`.
+        name: `module:function` or `file.py:function`, whose function returns a model, or a model and its batch; or a
+            `config.json` of Hugging Face.
         batch: Sequences of a rank in a step. None: 1.
         sequence: Tokens of a sequence. None: 4096.
 
@@ -110,19 +104,10 @@ def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Mod
     """
     tokens = torch.empty(batch or 1, sequence or 4096, dtype=torch.int64, device="meta")
     if name.endswith(".json"):
-        return _hugging_face(Path(name)), {"input_ids": tokens, "labels": tokens}, None
-    if name.endswith(".toml"):
-        try:
-            config = TrainConfig.from_toml(Path(name)).model
-        except (ConfigError, OSError) as error:
-            raise FullshardError(f"plan: {name}: {error}") from None
-        with torch.device("meta"):
-            return GPT(config), tokens[:, : config.sequence], _next_byte_loss
+        return _hugging_face(Path(name)), {"input_ids": tokens, "labels": tokens}
     module, colon, function = name.rpartition(":")
     if not colon:
-        raise FullshardError(
-            f"plan: expected module:function, file.py:function, config.json or config.toml, found {name!r}"
-        )
+        raise FullshardError(f"plan: expected module:function, file.py:function or config.json, found {name!r}")
     build = getattr(_imported(module), function, None)
     if not callable(build):
         raise FullshardError(f"plan: expected a function {function} in {module}, found none")
@@ -138,7 +123,7 @@ def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Mod
         )
     if not isinstance(model, nn.Module):
         raise FullshardError(f"plan: expected {name} to return an nn.Module, found {type(model).__name__}")
-    return model, given, None
+    return model, given
 
 
 def _imported(name: str) -> Any:
@@ -173,8 +158,3 @@ def _hugging_face(path: Path) -> nn.Module:
         masks: Any = importlib.import_module("transformers.masking_utils")
         masks.find_packed_sequence_indices = lambda position_ids: None
     return model
-
-
-def _next_byte_loss(logits: Tensor) -> Tensor:
-    targets = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
