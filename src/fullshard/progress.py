@@ -1,4 +1,4 @@
-"""What this process is doing: its step, its phase, and the collectives that it has launched.
+"""Progress of this process: its step, its phase, and the collectives that it has launched.
 
 The engine writes it on the training thread, in every step and without communication. All that happens is one stream of
 events, which has one source, ``Progress.note``; the collectives of a launch come with its event. Whoever observes reads
@@ -193,7 +193,7 @@ Observer = Callable[[Event, Sequence[Any]], object]  # of an event, and of a lau
 
 @dataclass(eq=False)
 class Progress:
-    """What this process is doing. Written by the training thread alone."""
+    """Step, phase and launches of this process. Written by the training thread alone."""
 
     steps: StepCount = field(default_factory=StepCount)  # of the root that runs, or ran last
     phase: str = "user code"  # or "forward", "backward", ...

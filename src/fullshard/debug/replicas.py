@@ -136,20 +136,20 @@ def _groups_of(parameter: LocalParameter) -> list[dist.ProcessGroup]:
 def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
     every = dict.fromkeys(name for own in digests.values() for name in own)
     names = [name for name in every if len({own.get(name) for own in digests.values()}) > 1]
-    told = []
+    text = []
     for name in names[:_SHOWN]:
         values = {rank: own.get(name) for rank, own in digests.items()}
         odd = odd_ranks(values)
         others = [rank for rank in values if rank not in odd]
         if None in values.values():
-            told.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")
+            text.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")
         elif len(odd) < len(others):
-            told.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
+            text.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
         else:
-            told.append(f"{name} on {list_ranks(others)} or on {list_ranks(odd)}: which of two is wrong is not known")
+            text.append(f"{name} on {list_ranks(others)} or on {list_ranks(odd)}: which of two is wrong is not known")
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ReplicaError(
-        f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(told)}{more}. A bit "
+        f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(text)}{more}. A bit "
         "has flipped in memory, or a kernel computes differently on these ranks: load a checkpoint from before, and "
         "test the machines. If these values are each rank's own, name them in ignore=",
         [name.partition(" ")[0] for name in names],

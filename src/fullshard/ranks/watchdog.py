@@ -252,12 +252,12 @@ class Watchdog:
                 store.set(f"{key}/text", text)
             if first.split()[0] == own.split()[0]:
                 return
-            told = explain_units({int(first.split()[1]): json.loads(store.get(f"{key}/text")), self._rank: units})
-            store.compare_set("failure", "", json.dumps({"message": told, "ranks": log.ranks, "kind": "units"}))
+            reason = explain_units({int(first.split()[1]): json.loads(store.get(f"{key}/text")), self._rank: units})
+            store.compare_set("failure", "", json.dumps({"message": reason, "ranks": log.ranks, "kind": "units"}))
         except (dist.DistError, OSError) as error:
             _logger.warning("rank %d has not compared its parameters with other ranks': %s", self._rank, error)
             return
-        raise FullshardError(told)
+        raise FullshardError(reason)
 
     # ---------------------------------------------------------------- on the threads
 
@@ -302,16 +302,16 @@ class Watchdog:
             is_stuck = self._since_stuck() is not None
             if not is_stuck and not self._is_in_collective():
                 continue
-            told = (
+            reason = (
                 f"the store of the process groups has not answered for {silent_s:.0f} s; the process that has it (rank "
                 "0 or the launcher) is stopped, or its machine cannot be reached from this one"
             )
             if is_stuck and silent_s > self.lost_s:
-                self._fail(f"{_ENDS}{told}\nNow:\n  waits for collectives in {_place()} on rank {self._rank}")
+                self._fail(f"{_ENDS}{reason}\nNow:\n  waits for collectives in {_place()} on rank {self._rank}")
                 return
             if now - warned > 2 * _QUIET_S:
                 warned = now + _WARN_AGAIN_S
-                _logger.warning("rank %d waits for collectives, and %s", self._rank, told)
+                _logger.warning("rank %d waits for collectives, and %s", self._rank, reason)
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
@@ -382,13 +382,13 @@ class Watchdog:
         for rank, beat in quiet.items():
             silent_s, state = now - self._beats[rank][1], self._state_of(beat, reports)
             does = {GONE: "its process is gone", RUNS: "its process runs", STOPPED: "its process is stopped"}
-            told = (
+            reason = (
                 beat.unwatched or f"{does.get(state, 'its machine cannot be reached')}, no answer for {silent_s:.0f} s"
             )
             if state == GONE or (state != RUNS and silent_s > lost_s and not beat.unwatched):
-                lost[rank] = f"{told}; it was last seen in {beat.place}"
+                lost[rank] = f"{reason}; it was last seen in {beat.place}"
             else:
-                reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
+                reports[rank] = Report("runs", f"{beat.place} ({reason})", silent_s)
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
         verdict = judge(dict(sorted(reports.items())), lost, silent, mismatch=self._mismatch)
@@ -520,19 +520,19 @@ class Watchdog:
             return  # a child of it, which has no such thread
         self._join()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        if told and PROGRESS.ends:
-            told = f"after its launcher asked it to end, {told}"
-        self._say_last_word(told or PROGRESS.raised)
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        if reason and PROGRESS.ends:
+            reason = f"after its launcher asked it to end, {reason}"
+        self._say_last_word(reason or PROGRESS.raised)
         release_lock(self._lock)
 
-    def _say_last_word(self, told: str | None) -> None:
+    def _say_last_word(self, reason: str | None) -> None:
         """Tell that this rank will launch nothing more, and compare all that it has launched."""
         if self._has_ended:
             return
         self._has_ended = True
         with contextlib.suppress(RuntimeError, OSError):
-            self._beat, report = self._beat + 1, self._last_report(told)
+            self._beat, report = self._beat + 1, self._last_report(reason)
             self._keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
             self._write_beat(ended=True)
             for log in () if self.failed.is_set() else _logs(destroyed=True):
@@ -544,11 +544,11 @@ class Watchdog:
         found = {rank: self._read(f"report/{rank}") for rank in ranks}
         reports = {rank: Report.from_json(each[1]) for rank, each in found.items() if each}
         verdict = judge(reports, {}, mismatch="differ")
-        told = "ranks have launched different collectives" if verdict is None else verdict.message
-        _logger.error("rank %d: the results of this run are wrong, because %s", self._rank, told)
+        reason = "ranks have launched different collectives" if verdict is None else verdict.message
+        _logger.error("rank %d: the results of this run are wrong, because %s", self._rank, reason)
 
-    def _last_report(self, told: str | None) -> Report:
-        return replace(self._report(_place(), time.monotonic()), state="exited", error=told)
+    def _last_report(self, reason: str | None) -> Report:
+        return replace(self._report(_place(), time.monotonic()), state="exited", error=reason)
 
     def _join(self) -> None:
         self._stop.set()
@@ -641,8 +641,8 @@ def _call(entry: dict[str, Any]) -> str:
         elif file.startswith(_TORCH) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file):
             inside = inside if name in _WRAPPERS else name
         else:
-            told = function if inside == function else f"{function} in {inside}"
-            return f"{told}, called at {Path(file).name}:{frame['line']}"
+            reason = function if inside == function else f"{function} in {inside}"
+            return f"{reason}, called at {Path(file).name}:{frame['line']}"
     return function
 
 

@@ -93,7 +93,7 @@ class Trace:
 
 
 class Clock(Protocol):
-    """Where times of events are taken: on the host, or on an accelerator's streams."""
+    """Source of the times of events: the host, or an accelerator's streams."""
 
     def mark(self) -> Any:
         """Mark the present; None if that is not possible now."""
