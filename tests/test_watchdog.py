@@ -888,7 +888,7 @@ def test_reasons() -> None:
 
 def test_reports_survive_the_store() -> None:
     """As JSON, with lists for tuples."""
-    first = report("waits", 3, locks={"a": "runs"}, foreign_at=("0", 1), waits_for=("0", 2))
+    first = report("waits", 3, order=["", "a"], locks={"a": "runs"}, foreign_at=("0", 1), waits_for=("0", 2))
     assert Report.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 

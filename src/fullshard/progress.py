@@ -201,6 +201,7 @@ class Progress:
     observers: list[Observer] = field(default_factory=list)  # with one, events have more detail
     launches: int = 0  # so far, of all groups
     launched: tuple[int, int] = (-1, -1)  # group and number of the last launch
+    order: list[str] = field(default_factory=list)  # units whose forward has begun, in the last forward of the root
     layouts: dict[int, str] = field(default_factory=dict)  # by their digest: a line for each parameter of a unit
     raised: str | None = None  # the exception that ended the last forward, or its backward
     caught: str | None = None  # the last such exception, with its step, also after further forwards
@@ -221,7 +222,7 @@ class Progress:
 
     def begin_forward(self, steps: StepCount) -> None:
         """Note that the outermost forward of a root begins, whose steps are counted by ``steps``."""
-        self.steps, self.raised = steps, None
+        self.steps, self.raised, self.order = steps, None, []
         for log in self.logs():
             log.began = log.count
         self.threads.add(threading.get_ident())

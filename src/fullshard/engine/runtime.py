@@ -124,6 +124,8 @@ class Runtime:
         unit.open_forwards.append(OpenForward(unit.phase, hooks.nodes_made()))
         self._open_forwards += 1
         try:
+            if not hooks.in_backward():
+                PROGRESS.order.append(unit.name)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 with hooks.outside_transforms():
                     if self._open_forwards == 1 or not self._root_runs:  # else what is kept is of this forward

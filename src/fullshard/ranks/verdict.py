@@ -103,6 +103,7 @@ class Report:
         error: The exception that it raised.
         caught: One that it raised in its last steps, after which it went on.
         waits_for: Name of the group, and number of the launch that it waits for.
+        order: Units whose forward has begun, in the last forward of the root.
         groups: Launches by name of the group.
         collectives: All collectives, also the user's, by name of the group.
         layouts: How the parameters of their units are cut and sent, by ``Launch.layouts``.
@@ -117,6 +118,7 @@ class Report:
     error: str | None = None
     caught: str | None = None
     waits_for: tuple[str, int] | None = None
+    order: Sequence[str] = ()
     groups: Mapping[str, GroupReport[Launch]] = field(default_factory=dict)
     collectives: Mapping[str, GroupReport[str]] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
@@ -213,7 +215,7 @@ def judge(
 
     if (difference := _difference(reports)) is not None:
         reason = f"the ranks launch different collectives, which never match: {difference[1]}"
-        return verdict("differ", difference[0], reason, _SAME_ORDER, _caught(reports))
+        return verdict("differ", difference[0], reason, _SAME_ORDER, _order(reports), _caught(reports))
     if (difference := _cuts(reports)) is not None:
         reason = f"the ranks mix up elements of parameters: {difference[1]}"
         return verdict("differ", difference[0], reason, _SAME_CUTS)
@@ -230,7 +232,7 @@ def judge(
     if ended := [rank for rank in sorted(wanted & reports.keys()) if _has_left(rank, reports, stuck, late)]:
         report = reports[ended[0]]
         reason = f"{waiting} for {list_ranks(ended)}, which will not come"
-        return verdict(report.state, ended, reason, _RAISED if report.error else _ENDED)
+        return verdict(report.state, ended, reason, _RAISED if report.error else _ENDED, _order(reports))
     if gone := [rank for rank in lost if rank in wanted]:
         reason = f"{waiting}, but {list_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost"
         return verdict("lost", gone, reason, _LOST)
@@ -242,7 +244,7 @@ def judge(
     if locked := _deadlocked(late):
         culprits = [rank for rank in locked if reports[rank].foreign is not None] or locked
         reason = f"{list_ranks(locked)} wait for each other, and for ever"
-        return verdict("deadlock", culprits, reason, _SAME_CALLS)
+        return verdict("deadlock", culprits, reason, _SAME_CALLS, _order(reports))
     slow = sorted({rank for each in stuck for rank in late[each]} - set(stuck))
     slow = slow or sorted(rank for rank in wanted & reports.keys() if rank not in stuck)
     if slow:
@@ -422,6 +424,21 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
                 for rank, launch in here.items()
             }
             return odd, f"collective {number} (from 0) of a process group is {list_values(reason)}"
+    return None
+
+
+def _order(reports: Mapping[int, Report]) -> str:
+    """Return a sentence about a difference between the units that ran in the last forward, if there is one."""
+    difference = _first_different_unit({rank: report.order for rank, report in reports.items()})
+    return "" if difference is None else f"Their last forwards ran different units {difference}"
+
+
+def _first_different_unit(orders: Mapping[int, Sequence[str]]) -> str | None:
+    """Return where the units that ran, by global rank, differ first; None if they agree as far as known."""
+    for position in range(max(map(len, orders.values()), default=0)):
+        here = {rank: _unit_called(order[position]) for rank, order in orders.items() if position < len(order)}
+        if len(set(here.values())) > 1:
+            return f"at position {position} (from 0): {list_values(here)}"
     return None
 
 

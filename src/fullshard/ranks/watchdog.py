@@ -81,6 +81,7 @@ _JUDGES = 8  # ranks that compare reports, so that it does not matter if some of
 _WARN_AGAIN_S = 60.0
 _BEATS_PER_DIGEST = 5
 _DIGESTS_SHOWN = 4
+_UNITS_REPORTED = 1000
 _PARAMETERS_REPORTED = 200  # of a unit
 _COLLECTIVES_REPORTED = 64  # of a group
 _RANKS_COMPARED = 64  # as a process ends
@@ -459,6 +460,7 @@ class Watchdog:
             caught=PROGRESS.caught,
             waits_for=waits_for if barrier is None else (barrier[2], barrier[3] - 1),
             locks={lock: state_of(lock) for lock in locks_seen()},
+            order=PROGRESS.order[-_UNITS_REPORTED:],
             groups=groups,
             collectives=collectives,
             layouts={str(layout): _first_lines(PROGRESS.layouts.get(layout, "")) for layout in layouts},
