@@ -55,7 +55,7 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     """Losses and bytes of one run of ``fullshard train``."""
     line = [sys.executable, "-m", "fullshard", "train", "--comm-quantization", name]
     line += ["--steps", steps, "--name", name]
-    line += ["--out", folder, "--checkpoint-every", 0, "--generate", 0, "--device", "cpu", "--ranks", 2]
+    line += ["--out", folder, "--checkpoint-every", 0, "--device", "cpu", "--ranks", 2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in line], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

@@ -18,7 +18,7 @@ from source_files import NAME, Source, package_sources
 # From top to bottom. A module imports its own layer or those below. "" is the package's __init__.
 LAYERS = [
     {"cli", "__main__"},
-    {"train", "integrations", "dropin"},
+    {"train", "planned", "dropin"},
     {"ragged"},  # a layout that is added by its import: nothing that it is plugged into knows it
     {""},
     {"composable", "wrapper", "planning"},

@@ -335,10 +335,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*arguments, "--cluster", str(small)]).exit_code == 1
     wrong = CliRunner().invoke(app, ["plan", "nothing", "--ranks", "4"])
     assert wrong.exit_code == 2 and "expected module:function" in wrong.output
-    settings = tmp_path / "config.toml"
-    settings.write_text("[model]\nlayers = 2\n")
-    done = CliRunner().invoke(app, ["plan", str(settings), "--ranks", "2", "--cluster", "cpu"])
-    assert done.exit_code == 0 and "GPT" in done.output, done.output
 
 
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:

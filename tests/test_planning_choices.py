@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard import FSDPModule, FullshardError, MixedPrecisionPolicy, fully_shard
+from fullshard import planned as planned_module
 from fullshard.activation_checkpoint import ActivationWrapper
 from fullshard.cli import app
 from fullshard.engine.ownership import nested_units
@@ -28,8 +29,6 @@ from fullshard.planning.cluster import PRESETS, Cluster, Link, cluster_of, to_to
 from fullshard.planning.nearest import nearest
 from fullshard.planning.simulation.clocks import HostDevice, Passage, SkippingClock
 from fullshard.progress import PROGRESS
-from fullshard.train import planned as planned_module
-from fullshard.train.planned import choices_of
 from ranks import Rank, on_ranks
 
 WIDTH = 256
@@ -334,16 +333,8 @@ def test_estimates_are_corrected_by_a_full_run(monkeypatch: pytest.MonkeyPatch) 
     assert found.fits and found.choices != free.choices
 
 
-def test_choices_by_name() -> None:
-    """Any choice can be given as text; unknown ones, and values that are none, are named."""
-    given = ["offload_optimizer=true", "blocks_per_unit=2"]
-    assert choices_of(given) == {
-        "offload_optimizer": True,
-        "blocks_per_unit": 2,
-    }
-    for text in ("nothing=1", "replicas", "replicas=two"):
-        with pytest.raises(FullshardError, match=f"expected NAME=VALUE, of replicas, .*, found '{text}'"):
-            choices_of([text])
+def test_choices_are_a_dict() -> None:
+    """Another value is named, and the dtype of computation is said."""
     with pytest.raises(ValueError, match="expected choices as a dict of those that stay, found Choices"):
         planned(choices=Choices())
     assert any("computation is in float32" in each for each in planned(search=False, rows=8).assumptions)

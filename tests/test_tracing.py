@@ -15,7 +15,7 @@ import fullshard
 from front_ends import FrontEnd, each_front_end
 from fullshard import FullshardError
 from fullshard import memory as memory_module
-from fullshard.debug.tracing.exposed import exposed_waits, last_arrivals, late_ranks
+from fullshard.debug.tracing.exposed import exposed_waits, late_ranks
 from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launches, memory, segments
 from fullshard.progress import PROGRESS, Event
 from ranks import Rank, on_ranks
@@ -79,9 +79,7 @@ def test_reasons_of_exposed_communication() -> None:
     parts = {u: (each.late_issue, each.slow_link, each.slow_peer) for u, each in found.items()}
     assert parts == {"a": (0.0, 2.0, 4.0), "b": (2.0, 0.0, 0.0), "c": (0.0, 1.0, 0.0)}
     assert dict(found["a"].peers) == {1: 4.0}
-    assert last_arrivals({0: own, 1: other}) == {0: 1, 1: 2}
     alone = {(RankGroup("0", (2, 3)), n): Launched(99.0, "all_gather", "a") for n in (1, 2, 3)}
-    assert last_arrivals({0: own, 1: other, 2: alone}) == {0: 1, 1: 2, 2: 0}  # another group, of the same name
     assert dict(exposed_waits(0, waits, {0: own, 1: other, 2: alone})[0].peers) == {1: 4.0}
 
 
@@ -147,13 +145,12 @@ def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     assert all(each.end is None or each.time <= each.end for each in trace.launches[rank.rank].values())
     assert trace.launches[0].keys() == trace.launches[1].keys()
     assert trace.memory[rank.rank] and min(nbytes for _, nbytes in trace.memory[rank.rank]) == 0
-    assert "Exposed communication of rank " in trace.table() and "The last to issue a collective" in trace.table()
+    assert "Exposed communication of rank " in trace.table()
     if rank.rank == 0:
         assert (folder / "table.txt").read_text() == trace.table() + "\n"
         stored = json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert {event["pid"] for event in stored} == {0, 1} and {event["ph"] for event in stored} == {"M", "X", "C"}
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in stored if event["ph"] == "X")
-        assert (folder / "step.png").stat().st_size > 5000
     assert not PROGRESS.observers
 
 

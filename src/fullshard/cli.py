@@ -1,11 +1,10 @@
-"""The command line: `fullshard train`, `generate`, `plan`, `inspect`, `export`. Reads options, and calls what does it.
+"""The command line: `fullshard train`, `plan`, `inspect`, `export`.
 
-torch and matplotlib are imported inside of the commands, so that `fullshard --help` answers at once.
+torch is imported inside of the commands, so that `fullshard --help` answers at once.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect as signatures
 import os
 import sys
@@ -53,12 +52,10 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     for name, setting in signatures.signature(TrainConfig, eval_str=True).parameters.items():
         if (option := stated.get(name)) is None:
             continue
-        default = f"  [dim]\\[default: {option.default}][/]" if option.default else ""
         declared = typer.Option(
             setting.default,
-            help=option.help + default,
-            show_default=not option.default,
-            metavar=option.metavar or "|".join(option.choices) or None,
+            help=option.help,
+            metavar="|".join(option.choices) or None,
             rich_help_panel=option.panel,
         )
         derived.append(setting.replace(default=declared))
@@ -88,15 +85,6 @@ def train(
             rich_help_panel="Run",
         ),
     ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Start from this checkpoint, or from the newest checkpoint of this run. If --name is a run that has "
-            "checkpoints, it resumes from those instead.",
-            metavar="FOLDER",
-            rich_help_panel="Run",
-        ),
-    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -114,7 +102,7 @@ def train(
 
     Starts one worker per accelerator, or two CPU workers without one. Under torchrun, this process is a worker.
 
-    Writes metrics, a loss plot, config, summary, weights and checkpoints to runs/NAME.
+    Writes metrics, config, summary, weights and checkpoints to runs/NAME.
 
     Ctrl-C and SIGTERM stop all ranks and save a checkpoint. The same --name resumes the run.
     """
@@ -128,19 +116,13 @@ def train(
     is_worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # started by torchrun, or by the launcher
     try:
         folder = None if name is None else folder_of(out, name)
-        checked, _ = settle(folder, resume, config, settings)
-        for module, extra, is_needed in (
-            ("matplotlib", "train", True),
-            ("tensorboard", "tensorboard", checked.tensorboard),
-        ):
-            if is_needed and importlib.util.find_spec(module) is None:
-                raise ConfigError(f"{module} is not installed: pip install 'fullshard[{extra}]'")
+        checked, _ = settle(folder, config, settings)
         if is_worker:
             if folder is None:
                 raise ConfigError("under torchrun, pass --name: restarted workers find the run by it")
             from fullshard.train.worker import work
 
-            code = work(checked.device, folder, resume, config, settings)
+            code = work(checked.device, folder, config, settings)
         else:
             code = _launch(checked, folder, out, max_restarts)
     except ConfigError as error:
@@ -155,32 +137,12 @@ def train(
 
 
 @app.command()
-def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a model.safetensors file.")],
-    prompt: Annotated[str, typer.Option(help="Prompt of the generated text.")] = "def ",
-    count: Annotated[int, typer.Option("--bytes", help="Number of bytes to generate.", min=1)] = 500,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; below 1, likely bytes are sampled more often.")
-    ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0)] = 0,
-) -> None:
-    """Generate text with the weights of a run of `fullshard train`, in one process."""
-    from fullshard.train.model import text_from
-
-    try:
-        typer.echo(text_from(run, prompt, count, temperature, seed))
-    except ConfigError as error:
-        _fail(str(error), "generate")
-
-
-@app.command()
 def plan(
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="module:function or file.py:function that returns a model, a Hugging Face config.json, or the "
-            "config.toml of a run.",
+            help="module:function or file.py:function that returns a model, or a Hugging Face config.json.",
             show_default=False,
         ),
     ] = None,
@@ -204,10 +166,6 @@ def plan(
     checkpoint_activations: Annotated[
         float | None, typer.Option(help="Share of the blocks to recompute in backward, from 0 to 1.")
     ] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Another choice, such as offload_optimizer=true.", show_default=False),
-    ] = None,
     search: Annotated[
         bool, typer.Option(help="Recommend the choices that are not given, and say what each would change.")
     ] = True,
@@ -224,8 +182,8 @@ def plan(
     Exit code: 0 for success, 1 if the step does not fit into memory, 2 for invalid input.
     """
     from fullshard.errors import FullshardError
+    from fullshard.planned import answer, measure
     from fullshard.planning.dry_run import where
-    from fullshard.train.planned import answer, choices_of, measure
 
     choices = {
         "replicas": replicas,
@@ -235,13 +193,12 @@ def plan(
     }
     given = {name: value for name, value in choices.items() if value is not None}
     try:
-        given |= choices_of(fix or [])
         if calibrate is not None:
-            told = measure(calibrate, ranks)
-            typer.echo(told, nl=bool(told))
-            if model is None or not told:  # under torchrun, the first rank plans
+            text = measure(calibrate, ranks)
+            typer.echo(text, nl=bool(text))
+            if model is None or not text:  # under torchrun, the first rank plans
                 return
-        found = answer(
+        planned = answer(
             model,
             ranks=ranks,
             cluster=calibrate or cluster,
@@ -253,20 +210,18 @@ def plan(
             search=search,
         )
         if out is not None:
-            found.save(out)
+            planned.save(out)
     except (FullshardError, ValueError, OSError) as error:
         _fail(str(error).removeprefix("plan: "), "plan")
     except Exception as error:  # of the user's model: exit code 1 says that a step does not fit
         _fail(f"the model raised {type(error).__name__}: {error} ({where(error)})", "plan")
-    typer.echo(found.table())
-    raise typer.Exit(0 if found.fits else 1)
+    typer.echo(planned.table())
+    raise typer.Exit(0 if planned.fits else 1)
 
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint, or a folder with files of a crash.")
-    ],
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read all data and verify its checksums.")] = False,
     names: Annotated[
         str | None,
@@ -275,32 +230,14 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Print or verify a checkpoint, or say what ranks were doing before a crash.
-
-    Without model code or process group.
+    """Print or verify a checkpoint, without model code or process group.
 
     Reads checkpoints of fullshard and of torch.distributed.checkpoint. No code from the checkpoint is run.
-
-    For a folder that ranks have written to after a crash: say what happened first.
 
     Exit code: 0 for success, 1 if problems were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
-    from fullshard.debug.crashes import read_crashes, summarize
 
-    try:
-        crashes = read_crashes(Path(checkpoint))
-    except ValueError as error:
-        _fail(str(error), "inspect")
-    if crashes:
-        typer.echo(summarize(crashes))
-        return
-    if "://" not in checkpoint and not Path(checkpoint).exists():
-        _fail(
-            f"{checkpoint} does not exist: expected a checkpoint, or a folder with files that ranks write after a "
-            "crash (rank0.json, ...). A process that is killed by a signal writes none",
-            "inspect",
-        )
     raise typer.Exit(commands.inspect(checkpoint, verify=verify, names=names))
 
 

@@ -1,9 +1,9 @@
-"""What this process is doing: its step, its phase, and the collectives that it has launched.
+"""Progress of this process: its step, its phase, and the collectives that it has launched.
 
 The engine writes it on the training thread, in every step and without communication. All that happens is one stream of
 events, which has one source, ``Progress.note``; the collectives of a launch come with its event. Whoever observes reads
-this stream: ``fullshard.comm.record``, ``fullshard.trace`` and dry runs. The last events are kept for files about
-crashes, and launches by their process groups: ``fullshard.ranks.watchdog`` compares them on its own thread.
+this stream: ``fullshard.comm.record``, ``fullshard.trace`` and dry runs. The last launches are kept by their process
+groups: ``fullshard.ranks.watchdog`` compares them on its own thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fullshard.errors import FullshardError
 __all__ = ["PROGRESS", "Event", "Launch", "LaunchLog", "Progress", "StepCount", "UnitName"]
 
 LAUNCHES_KEPT = 256  # of each group
-EVENTS_KEPT = 8192  # three steps of 200 units
 SNAPSHOT_EVERY, SNAPSHOTS_KEPT = 16, 1024  # those of other ranks may be seconds old
 
 
@@ -194,19 +193,18 @@ Observer = Callable[[Event, Sequence[Any]], object]  # of an event, and of a lau
 
 @dataclass(eq=False)
 class Progress:
-    """What this process is doing. Written by the training thread alone."""
+    """Step, phase and launches of this process. Written by the training thread alone."""
 
     steps: StepCount = field(default_factory=StepCount)  # of the root that runs, or ran last
     phase: str = "user code"  # or "forward", "backward", ...
     unit: str | None = None  # that it is in, "" for the root; None: no unit's
-    # The last events. A plain tuple takes a tenth of the time of an ``Event``, and nobody may ever read it.
-    events: deque[tuple[float, int, int, str, str, int, int]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     observers: list[Observer] = field(default_factory=list)  # with one, events have more detail
     launches: int = 0  # so far, of all groups
     launched: tuple[int, int] = (-1, -1)  # group and number of the last launch
     order: list[str] = field(default_factory=list)  # units whose forward has begun, in the last forward of the root
     layouts: dict[int, str] = field(default_factory=dict)  # by their digest: a line for each parameter of a unit
     raised: str | None = None  # the exception that ended the last forward, or its backward
+    caught: str | None = None  # the last such exception, with its step, also after further forwards
     threads: set[int] = field(default_factory=set)  # that train
     failure: str | None = None  # why ranks cannot go on, as all of them know; set by the watchdog
     watchdog: Any = None  # knows why collectives fail; opaque here
@@ -236,16 +234,16 @@ class Progress:
         self.note(phase, unit or "")
 
     def note(self, kind: str, what: str, group: int = -1, number: int = -1, collectives: Sequence[Any] = ()) -> None:
-        """Append to the events, and tell observers."""
-        steps = self.steps
-        event = time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number
-        self.events.append(event)
-        for observer in self.observers:
-            observer(Event(*event), collectives)
+        """Pass an event to the observers."""
+        if self.observers:
+            steps = self.steps
+            event = Event(time.time(), steps.step, max(steps.microbatch, 0), kind, what, group, number)
+            for observer in self.observers:
+                observer(event, collectives)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Have an observer told of each event of the block."""
+        """Call an observer with each event of the block."""
         self.observers.append(observer)
         try:
             yield
@@ -260,9 +258,9 @@ class Progress:
         """Note the exception that ended a forward or a backward; the first one counts until the next forward."""
         if self.raised is None:
             error = sys.exc_info()[1]
-            told = f"{where}" if error is None else f"{where}: {type(error).__name__}: {error}"
-            self.raised = told
-            self.note("raised", told)
+            self.raised = where if error is None else f"{where}: {type(error).__name__}: {error}"
+            self.caught = f"{self.raised} (step {self.steps.step}, microbatch {max(self.steps.microbatch, 0)})"
+            self.note("raised", self.raised)
 
     # ---------------------------------------------------------------- collectives
 

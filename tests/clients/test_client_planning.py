@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.planned import model_of
 from fullshard.planning.cluster import PRESETS
 from fullshard.planning.plan import plan
-from fullshard.train.planned import model_of
 
 CONFIGS = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2},

@@ -26,9 +26,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train/loop.py",
-        "enumerate(losses) if not math.isfinite(loss)]\n",
-        "enumerate(losses) if math.isnan(loss)]\n",
+        "enumerate(rank_losses) if not math.isfinite(loss)]:\n",
+        "enumerate(rank_losses) if math.isnan(loss)]:\n",
         "An infinite loss trains on.",
-        ("train/test_train_loop.py", "train/test_train_results.py"),
+        ("train/test_train_results.py",),
     ),
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.train.config import ConfigError
 from fullshard.train.group import Group, choose
 
 # Types of accelerators and what c10d names as their back end. HPU stands for those that come with a package of their
@@ -21,7 +18,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The type of accelerator of which this machine seems to have two."""
     name, backend = request.param
     seem_to_have(monkeypatch, name, 2)
-    monkeypatch.setattr(torch, name, types.SimpleNamespace(is_initialized=lambda: False), raising=False)
     monkeypatch.setitem(dist.Backend.default_device_backend_map, name, backend)
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "hccl"])
     monkeypatch.setattr(dist, f"is_{backend}_available", lambda: True, raising=False)
@@ -35,19 +31,10 @@ def seem_to_have(monkeypatch: pytest.MonkeyPatch, name: str | None, count: int) 
 
 
 def test_accelerators_are_taken_if_there_is_one_for_each_rank(kind: str) -> None:
-    """One rank per accelerator unless told otherwise; with more ranks than that, all compute on the CPU, or it is an
-    error if they were asked for.
-    """
-    for wanted in ("auto", kind):
-        assert choose(wanted, 0) == (kind, 2) and choose(wanted, 1) == (kind, 1)
+    """One rank per accelerator unless the user says otherwise; with more ranks than that, all compute on the CPU."""
+    assert choose("auto", 0) == (kind, 2) and choose("auto", 1) == (kind, 1)
     assert choose("auto", 3) == ("cpu", 3)
     assert choose("cpu", 0) == ("cpu", 2) and choose("cpu", 5) == ("cpu", 5)
-    message = f"--device {kind} needs one accelerator per rank: found 2 for 3 ranks. Use fewer --ranks, or --device cpu"
-    with pytest.raises(ConfigError, match=message):
-        choose(kind, 3)
-    for wanted in ("mtia", "", "cpu:0"):
-        with pytest.raises(ConfigError, match=f"one of auto, cpu, {kind} on this machine, found '{wanted}'"):
-            choose(wanted, 1)
 
 
 @pytest.mark.parametrize(("name", "count"), [(None, 0), ("mps", 1), ("xpu", 1), ("mtia", 1)])
@@ -56,8 +43,6 @@ def test_without_accelerators_that_work_together(monkeypatch: pytest.MonkeyPatch
     seem_to_have(monkeypatch, name, count)
     monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
     assert choose("auto", 0) == ("cpu", 2)
-    with pytest.raises(ConfigError, match=f"one of auto, cpu on this machine, found '{name or 'cuda'}'"):
-        choose(name or "cuda", 1)
 
 
 def test_ranks_take_the_device_of_their_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +58,6 @@ def test_ranks_take_the_device_of_their_number(kind: str, monkeypatch: pytest.Mo
     assert Group.join("auto") == Group(5, 8, own)
     assert Group.join("cpu") == Group(5, 8, torch.device("cpu"))
     assert done == [1, (dict(KINDS)[kind], own), ("gloo", None)]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="found 2 for 3 ranks") as raised:
-        Group.join(kind)
-    assert not isinstance(raised.value, ConfigError)  # of which only rank 0 would tell
 
 
 def test_torchrun_restarts_need_a_store_for_each_start(monkeypatch: pytest.MonkeyPatch) -> None:

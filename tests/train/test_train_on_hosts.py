@@ -24,7 +24,7 @@ def test_a_host_that_dies_and_comes_back(ranks: RankPool, tmp_path: Path) -> Non
     """One loses its power, and is started again: the run resumes, with the losses and weights of an undisturbed one."""
     (tmp_path / "text").mkdir()
     line = [write_text(tmp_path / "text"), *SIZE, "--steps", 60, "--checkpoint-every", 5, "--eval-every", 30]
-    line += ["--eval-bytes", 2000, "--generate", 5, "--out", tmp_path / "out", "--name"]
+    line += ["--eval-bytes", 2000, "--out", tmp_path / "out", "--name"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "run"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, *rendezvous, "--max-restarts", 3]
     folder, logs = tmp_path / "out" / "hosts", [tmp_path / f"host{host}.txt" for host in range(2)]
@@ -69,7 +69,7 @@ def test_links_between_nodes_are_measured(tmp_path: Path) -> None:
         "from functools import partial\n"
         "from fullshard.__main__ import main\n"
         "from fullshard.planning import calibration\n"
-        "from fullshard.train import planned\n"
+        "from fullshard import planned\n"
         "planned.calibrate = partial(calibration.calibrate, seconds=0.02)\n"
         "main()\n"
     )

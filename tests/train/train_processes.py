@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ranks import Rank, RankPool
 
 MODEL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--ngrams", "3", "--ngram-rows", "64"]
 SIZE = [*MODEL, "--batch", "2", "--device", "cpu"]
-SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
+SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100"]
 LIMIT = 120  # seconds after which a hung run is given up on an idle machine
 
 
@@ -104,14 +105,16 @@ def environment(**more: str) -> dict[str, str]:
 def start(*line: object, output: Path | None = None, **more: str) -> subprocess.Popen[str]:
     """Start a command in a process group of its own; both its streams go to a pipe each, or on to one file.
 
-    Keywords are further variables of its environment.
+    Ctrl-C reaches it also if this process ignores SIGINT, as a shell's background jobs do: what is ignored stays so in
+    a new process. Keywords are further variables of its environment.
     """
     words, variables = [str(word) for word in line], environment(**more)
-    if output is None:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=variables, start_new_session=True)
-    with output.open("a") as file:
-        return subprocess.Popen(words, stdout=file, stderr=file, text=True, env=variables, start_new_session=True)
+    with contextlib.ExitStack() as stack:
+        streams = [subprocess.PIPE] * 2 if output is None else [stack.enter_context(output.open("a"))] * 2
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_DFL))
+        return subprocess.Popen(
+            words, stdout=streams[0], stderr=streams[1], text=True, env=variables, start_new_session=True
+        )
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from front_ends import FrontEnd, each_front_end
 from fullshard import FullyShardedDataParallel, ShardingStrategy, fully_shard, replicate
-from fullshard.debug import check_replicas, replay, replica_checks
+from fullshard.debug import check_replicas, replay
 from fullshard.debug.digests import digest
 from fullshard.errors import ReplicaError
 from ranks import Rank, on_ranks
@@ -65,13 +65,12 @@ def test_a_flipped_bit(rank: Rank, kind: str) -> None:
     """It is found at the next check, with its FQN and rank, in parameters, state of the optimizer and buffers."""
     model = make(rank, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with replica_checks(model, optimizer, every=2):
-        for number in range(4):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number + 10 * rank.rank)).to(rank.device)
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    check_replicas(model, optimizer)
+    for number in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number + 10 * rank.rank)).to(rank.device)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        check_replicas(model, optimizer)
     target = next(parameter for parameter in model.parameters() if parameter.numel())
     state = optimizer.state[target]["exp_avg"]
     buffer = dict(model.named_buffers())[next(name for name, _ in model.named_buffers() if name.endswith("scale"))]
@@ -84,7 +83,7 @@ def test_a_flipped_bit(rank: Rank, kind: str) -> None:
         odd = r"(rank 3 \(not as on|rank \d or on rank 3: which of two is wrong)"
         if kind != "flat" or name == "scale":
             assert re.search(rf"{re.escape(name)} on {odd}", message), message
-        assert "They did after step 4" in message, message
+        assert "found after step 4" in message, message
         assert caught.value.names or rank.rank in (0, 2)
         assert "3" in message
         if rank.rank == 3:
@@ -102,8 +101,6 @@ def test_what_may_differ(rank: Rank) -> None:
         check_replicas(model)
     assert caught.value.names == ("scale",)
     check_replicas(model, ignore=["sc*"])
-    with pytest.raises(ValueError, match="every: expected at least 1 step, found 0"):
-        replica_checks(model, torch.optim.SGD(model.parameters(), lr=0.1), every=0).__enter__()
 
 
 def test_digests() -> None:

@@ -29,7 +29,7 @@ _Value = tuple[str, str]  # what it is, and its digest
 
 @dataclass(frozen=True)
 class Replay:
-    """What ``replay`` has found; its text says it in a sentence.
+    """Result of ``replay``; its text is a sentence.
 
     Args:
         values: How many values of this rank were compared.

@@ -7,19 +7,16 @@ from then on, that rank trains another model, and pulls the gradients of all.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters, walk_modules
 from fullshard.debug.digests import digest
@@ -29,7 +26,7 @@ from fullshard.progress import PROGRESS
 from fullshard.ranks.agreement import gather_if_different, list_ranks, odd_ranks, raise_on_all
 from fullshard.ranks.groups import groups_of
 
-__all__ = ["check_replicas", "replica_checks"]
+__all__ = ["check_replicas"]
 
 _SHOWN = 6
 
@@ -77,58 +74,7 @@ def check_replicas(
     for group, own in digests.items():
         everyone = gather_if_different(own, group)
         failure = failure or (_explain(everyone) if everyone else None)
-    if failure is not None and model in _good:
-        told = f"{failure}. They did after step {_good[model]}: load a checkpoint from that one or before"
-        failure = ReplicaError(told, failure.names)
     raise_on_all(failure, _groups(model))
-    _good[model] = PROGRESS.steps.step
-
-
-@contextlib.contextmanager
-def replica_checks(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 100, ignore: Iterable[str] = ()
-) -> Iterator[None]:
-    """While the context is open, call ``check_replicas`` after every so many steps of ``optimizer``.
-
-    Args:
-        model: As for ``check_replicas``.
-        optimizer: Its state is checked, too.
-        every: Steps between checks, at least 1.
-        ignore: As for ``check_replicas``.
-
-    Raises:
-        ReplicaError: On all ranks, by ``optimizer.step()``.
-        ValueError: If ``every`` is less than 1.
-
-    Example:
-        ```python
-        import torch
-        from torch import nn
-
-        from fullshard import replicate
-        from fullshard.debug import replica_checks
-
-        model = replicate(nn.Linear(8, 8))
-        optimizer = torch.optim.AdamW(model.parameters())
-        with replica_checks(model, optimizer, every=2):
-            for _ in range(4):
-                model(torch.randn(4, 8)).sum().backward()
-                optimizer.step()
-        ```
-    """
-    if every < 1:
-        raise ValueError(f"every: expected at least 1 step, found {every}")
-    steps, patterns = 0, tuple(ignore)
-
-    def after_step(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal steps
-        if stepped is optimizer:
-            steps += 1
-            if steps % every == 0:
-                check_replicas(model, optimizer, ignore=patterns)
-
-    with register_optimizer_step_post_hook(after_step):
-        yield
 
 
 def _replicated(
@@ -168,9 +114,6 @@ def _warn_of_nothing(model: nn.Module, compared: list[tuple[str, torch.Tensor, l
 
 
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_good: weakref.WeakKeyDictionary[nn.Module, int] = (
-    weakref.WeakKeyDictionary()
-)  # steps at the last check that was passed
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -193,20 +136,20 @@ def _groups_of(parameter: LocalParameter) -> list[dist.ProcessGroup]:
 def _explain(digests: dict[int, dict[str, str]]) -> ReplicaError:
     every = dict.fromkeys(name for own in digests.values() for name in own)
     names = [name for name in every if len({own.get(name) for own in digests.values()}) > 1]
-    told = []
+    text = []
     for name in names[:_SHOWN]:
         values = {rank: own.get(name) for rank, own in digests.items()}
         odd = odd_ranks(values)
         others = [rank for rank in values if rank not in odd]
         if None in values.values():
-            told.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")
+            text.append(f"{name} is only on {list_ranks([rank for rank in values if values[rank] is not None])}")
         elif len(odd) < len(others):
-            told.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
+            text.append(f"{name} on {list_ranks(odd)} (not as on {list_ranks(others)})")
         else:
-            told.append(f"{name} on {list_ranks(others)} or on {list_ranks(odd)}: which of two is wrong is not known")
+            text.append(f"{name} on {list_ranks(others)} or on {list_ranks(odd)}: which of two is wrong is not known")
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ReplicaError(
-        f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(told)}{more}. A bit "
+        f"replicas do not hold the same bits, found after step {PROGRESS.steps.step}: {'; '.join(text)}{more}. A bit "
         "has flipped in memory, or a kernel computes differently on these ranks: load a checkpoint from before, and "
         "test the machines. If these values are each rank's own, name them in ignore=",
         [name.partition(" ")[0] for name in names],

@@ -16,7 +16,6 @@ import gc
 import os
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +52,7 @@ _KINDS = {
     "optimizer step": "optimizer state",
 }
 # What the process notes of its own training, and a dry run leaves as it was.
-_OWN_PROGRESS = ["observers", "steps", "phase", "unit", "events", "launched", "order", "raised", "waiting"]
+_OWN_PROGRESS = ["observers", "steps", "phase", "unit", "launched", "order", "raised", "caught", "waiting"]
 _COMMUNICATION = ("all_gather", "reduce_scatter", "all_reduce", "pack_gradients")
 
 
@@ -227,7 +226,7 @@ def _on(cluster: Cluster, ranks: int) -> Iterator[DryRun]:
         stack.enter_context(run)
         for name in _OWN_PROGRESS:
             value = getattr(PROGRESS, name)
-            stack.callback(setattr, PROGRESS, name, copy.copy(value) if isinstance(value, (list, deque)) else value)
+            stack.callback(setattr, PROGRESS, name, copy.copy(value) if isinstance(value, list) else value)
         yield run
 
 

@@ -5,7 +5,6 @@
 - ``watchdog.py``   a thread that finds out why ranks are stuck, and ends it on all of them
 - ``liveness.py``   locks by which processes on one machine see whether others run
 - ``verdict.py``    why ranks are stuck, from the reports of all of them
-- ``crash.py``      what each rank writes to a file when a run ends so
 - ``store.py``      keys in the store that barrier and watchdog use, because it works while collectives hang
 - ``groups.py``     process groups of meshes, and one for coordination
 """

@@ -193,9 +193,9 @@ class RankBarrier:
             self.failed = True
             if not isinstance(error, dist.DistError):
                 raise
-            told = PROGRESS.explained(error) if PROGRESS.is_watched() else error
-            if told is not error:  # rank 0 may have ended by what this rank is to raise
-                raise told from error
+            cause = PROGRESS.explained(error) if PROGRESS.is_watched() else error
+            if cause is not error:  # rank 0 may have ended by what this rank is to raise
+                raise cause from error
             raise FullshardError(
                 f"{self.name}: rank {dist.get_rank()} cannot reach the store of the process group; has the process "
                 f"that hosts it, usually rank 0, exited? ({error})"
@@ -234,11 +234,13 @@ def rank_barrier(name: str, group: dist.ProcessGroup | None = None) -> Iterator[
             yield barrier
         except BaseException as error:
             if not barrier.failed:
-                told = PROGRESS.explained(error) if isinstance(error, RuntimeError) and PROGRESS.is_watched() else error
+                cause = (
+                    PROGRESS.explained(error) if isinstance(error, RuntimeError) and PROGRESS.is_watched() else error
+                )
                 if PROGRESS.failure is not None:
                     raise FullshardError(PROGRESS.failure) from error  # as all ranks do
                 with contextlib.suppress(FullshardError):  # of a store that is gone; what is raised here comes first
-                    barrier.fail(told)
+                    barrier.fail(cause)
             raise
         if not barrier.failed:
             barrier.wait("done")

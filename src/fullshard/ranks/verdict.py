@@ -91,7 +91,7 @@ class GroupReport(Generic[_T]):
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank is doing.
+    """State of one rank and its last collectives, as other ranks read it.
 
     Args:
         state: ``"waits"`` (for collectives of fullshard), ``"runs"``, ``"raised"``, ``"broken"`` (a collective
@@ -154,16 +154,16 @@ class Report:
 
     @property
     def doing(self) -> str:
-        """What it does, for errors."""
+        """The activity of the rank in words, for errors."""
         runs = f"computes in {self.place}" if self.foreign is None else f"waits in {self.foreign}, in {self.place}"
         ended = self.error or "without an exception that is known"
-        told = {
+        reason = {
             "waits": f"waits for a collective in {self.place}",
             "broken": f"had a collective fail in {self.place} ({self.error})",
             "raised": f"raised an exception ({self.error}); it is in {self.place}",
             "exited": f"has ended ({ended}); it was in {self.place}",
         }
-        return told.get(self.state, runs)
+        return reason.get(self.state, runs)
 
 
 @dataclass(frozen=True)
@@ -206,53 +206,53 @@ def judge(
         return None
     waiting = f"{list_ranks(stuck)} wait{'s' * (len(stuck) == 1)}"
     doing = {rank: report.doing for rank, report in reports.items()}
-    doing |= {rank: f"is lost: {told}" if told else "is lost" for rank, told in lost.items()}
+    doing |= {rank: f"is lost: {reason}" if reason else "is lost" for rank, reason in lost.items()}
     now = [f"  {each}" for each in values_of_ranks(dict(sorted(doing.items())), _VALUES_SHOWN)]
 
-    def verdict(kind: str, culprits: Sequence[int], told: str, advice: str, *further: str) -> Verdict:
-        lines = [told, *filter(None, further), "Now:", *now, advice]
+    def verdict(kind: str, culprits: Sequence[int], reason: str, advice: str, *further: str) -> Verdict:
+        lines = [reason, *filter(None, further), "Now:", *now, advice]
         return Verdict(kind, "\n".join(line[:_CHARACTERS_SHOWN] for line in lines), culprits)
 
     if (difference := _difference(reports)) is not None:
-        told = f"the ranks launch different collectives, which never match: {difference[1]}"
-        return verdict("differ", difference[0], told, _SAME_ORDER, _order(reports), _caught(reports))
+        reason = f"the ranks launch different collectives, which never match: {difference[1]}"
+        return verdict("differ", difference[0], reason, _SAME_ORDER, _order(reports), _caught(reports))
     if (difference := _cuts(reports)) is not None:
-        told = f"the ranks mix up elements of parameters: {difference[1]}"
-        return verdict("differ", difference[0], told, _SAME_CUTS)
+        reason = f"the ranks mix up elements of parameters: {difference[1]}"
+        return verdict("differ", difference[0], reason, _SAME_CUTS)
     if mismatch == "out of step" and (difference := _steps(reports)) is not None:
-        told = (
+        reason = (
             "the ranks are in different optimizer steps, and gather parameters from shards of several steps, or add "
             f"gradients of several: {difference[1]}"
         )
-        return verdict("out of step", difference[0], told, _SAME_STEPS)
+        return verdict("out of step", difference[0], reason, _SAME_STEPS)
     if not stuck:
         return None
     late = {rank: _late(reports, rank) for rank in reports}
     wanted = _wanted(reports, stuck)
     if ended := [rank for rank in sorted(wanted & reports.keys()) if _has_left(rank, reports, stuck, late)]:
         report = reports[ended[0]]
-        told = f"{waiting} for {list_ranks(ended)}, which will not come"
-        return verdict(report.state, ended, told, _RAISED if report.error else _ENDED, _order(reports))
+        reason = f"{waiting} for {list_ranks(ended)}, which will not come"
+        return verdict(report.state, ended, reason, _RAISED if report.error else _ENDED, _order(reports))
     if gone := [rank for rank in lost if rank in wanted]:
-        told = f"{waiting}, but {list_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost"
-        return verdict("lost", gone, told, _LOST)
+        reason = f"{waiting}, but {list_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost"
+        return verdict("lost", gone, reason, _LOST)
     if silent:
         return None
     if (difference := _calls(reports)) is not None:
-        told = f"{waiting} for ever, because ranks have called different collectives: {difference[1]}"
-        return verdict("calls", difference[0], told, _SAME_CALLS)
+        reason = f"{waiting} for ever, because ranks have called different collectives: {difference[1]}"
+        return verdict("calls", difference[0], reason, _SAME_CALLS)
     if locked := _deadlocked(late):
         culprits = [rank for rank in locked if reports[rank].foreign is not None] or locked
-        told = f"{list_ranks(locked)} wait for each other, and for ever"
-        return verdict("deadlock", culprits, told, _SAME_CALLS, _order(reports))
+        reason = f"{list_ranks(locked)} wait for each other, and for ever"
+        return verdict("deadlock", culprits, reason, _SAME_CALLS, _order(reports))
     slow = sorted({rank for each in stuck for rank in late[each]} - set(stuck))
     slow = slow or sorted(rank for rank in wanted & reports.keys() if rank not in stuck)
     if slow:
-        told = list_values({rank: f"{reports[rank].doing}, for {reports[rank].seconds:.0f} s" for rank in slow})
-        return Verdict("slow", f"{waiting} for slow ranks: {told}. Training goes on when they are through", slow)
+        reason = list_values({rank: f"{reports[rank].doing}, for {reports[rank].seconds:.0f} s" for rank in slow})
+        return Verdict("slow", f"{waiting} for slow ranks: {reason}. Training goes on when they are through", slow)
     if any(report.state == "broken" for report in reports.values()):
-        told = "collectives failed although all ranks answer: the network between them may have failed"
-        return verdict("broken", (), told, _BROKEN)
+        reason = "collectives failed although all ranks answer: the network between them may have failed"
+        return verdict("broken", (), reason, _BROKEN)
     return None  # some wait for the network alone
 
 
@@ -371,8 +371,8 @@ def _difference(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     if found is None:
         return None
     number, odd, here = found
-    told = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
-    return odd, f"collective {number} (from 0) of a process group is {told}"
+    reason = list_values(dict(zip(here, _describe([*here.values()]), strict=True)))
+    return odd, f"collective {number} (from 0) of a process group is {reason}"
 
 
 def _cuts(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
@@ -388,9 +388,9 @@ def _cuts(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
     lines = {rank: reports[rank].layouts.get(str(launch.layouts[at]), "").split("\n") for rank, launch in here.items()}
     unit = _unit_called(launches[0].units[at])
     for line in range(max(map(len, lines.values()))):
-        told = {rank: own[line] if line < len(own) else "no more parameters" for rank, own in lines.items()}
-        if len(set(told.values())) > 1:
-            return odd, f"{unit} has {list_values(told)}"
+        reason = {rank: own[line] if line < len(own) else "no more parameters" for rank, own in lines.items()}
+        if len(set(reason.values())) > 1:
+            return odd, f"{unit} has {list_values(reason)}"
     return odd, f"those of {unit}"
 
 
@@ -419,11 +419,11 @@ def _steps(reports: Mapping[int, Report]) -> tuple[list[int], str] | None:
             continue
         here = {rank: group.calls[number - group.first] for rank, group in own.items()}
         if odd := odd_ranks({rank: launch.group_steps for rank, launch in here.items()}):
-            told = {
+            reason = {
                 rank: f"{_describe_one(launch, 0)}, after {launch.group_steps} steps of an optimizer,"
                 for rank, launch in here.items()
             }
-            return odd, f"collective {number} (from 0) of a process group is {list_values(told)}"
+            return odd, f"collective {number} (from 0) of a process group is {list_values(reason)}"
     return None
 
 

@@ -57,9 +57,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from fullshard.errors import FullshardError
 from fullshard.memory import communicates
-from fullshard.progress import PROGRESS, Event, LaunchLog
+from fullshard.progress import PROGRESS, LaunchLog
 from fullshard.ranks.agreement import digest_of
-from fullshard.ranks.crash import crash_folder, forget_crash, write_crash
 from fullshard.ranks.liveness import GONE, RUNS, STOPPED, hold_lock, locks_seen, release_lock, state_of
 from fullshard.ranks.store import prefix_of, read, seconds_from
 from fullshard.ranks.verdict import OURS, GroupReport, Report, Verdict, explain_units, judge
@@ -96,7 +95,6 @@ _WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py", str(Path(
 _ENDS = "the watchdog ended this run, because ranks cannot go on: "
 _SUSPECTED = ("calls", "deadlock", "broken")  # if they last
 _OPERATIONS = str(Path("torch", "_ops.py"))
-_SPAWN = str(Path("torch", "multiprocessing", "spawn.py"))
 _WRAPPERS = ("_no_grad_wrapper", "wrapper", "decorate_context", "_fn", "inner", "__call__", "apply")
 
 _logger = logging.getLogger(__name__)
@@ -171,7 +169,6 @@ class Watchdog:
     _mismatch: str = ""  # of launches, though nobody may be stuck; a kind of [Note: Why ranks are stuck]
     _looked: float  # when the thread looked last
     _has_ended: bool = False  # this rank has said its last word
-    _error_file: Path | None  # to which the launcher writes what it catches
     _suspected: tuple[str, float] = ("", 0.0)  # a deadlock or a broken network, and since when: it counts if it lasts
     _warned: tuple[str, float] = ("", 0.0)  # the last warning, and when
     _compared: Counter[str]  # roots with the same units, by group
@@ -186,7 +183,7 @@ class Watchdog:
         self._has_server = _has_server(store)
         self._process, self._lock, self._training = os.getpid(), hold_lock(), threading.get_ident()
         self._poll_s = max(min(_POLL_S, stuck_s / 4), world.size() / _REQUESTS_PER_S)
-        self._looked, self._error_file, self._stop = time.monotonic(), _error_file(), threading.Event()
+        self._looked, self._stop = time.monotonic(), threading.Event()
         self._idle, self._beats, self._compared = (0, "", self._looked), {}, Counter()
         self._threads = [
             threading.Thread(target=target, name=f"fullshard {name}", daemon=True)
@@ -196,8 +193,6 @@ class Watchdog:
     def start(self) -> None:
         """Start the thread. It ends with the process group, or with the process."""
         self._write_beat()
-        with contextlib.suppress(OSError):
-            forget_crash(self._rank)
         for thread in self._threads:
             thread.start()
         atexit.register(self._exit)
@@ -258,12 +253,12 @@ class Watchdog:
                 store.set(f"{key}/text", text)
             if first.split()[0] == own.split()[0]:
                 return
-            told = explain_units({int(first.split()[1]): json.loads(store.get(f"{key}/text")), self._rank: units})
-            store.compare_set("failure", "", json.dumps({"message": told, "ranks": log.ranks, "kind": "units"}))
+            reason = explain_units({int(first.split()[1]): json.loads(store.get(f"{key}/text")), self._rank: units})
+            store.compare_set("failure", "", json.dumps({"message": reason, "ranks": log.ranks, "kind": "units"}))
         except (dist.DistError, OSError) as error:
             _logger.warning("rank %d has not compared its parameters with other ranks': %s", self._rank, error)
             return
-        raise FullshardError(told)
+        raise FullshardError(reason)
 
     # ---------------------------------------------------------------- on the threads
 
@@ -308,16 +303,16 @@ class Watchdog:
             is_stuck = self._since_stuck() is not None
             if not is_stuck and not self._is_in_collective():
                 continue
-            told = (
+            reason = (
                 f"the store of the process groups has not answered for {silent_s:.0f} s; the process that has it (rank "
                 "0 or the launcher) is stopped, or its machine cannot be reached from this one"
             )
             if is_stuck and silent_s > self.lost_s:
-                self._fail(f"{_ENDS}{told}\nNow:\n  waits for collectives in {_place()} on rank {self._rank}")
+                self._fail(f"{_ENDS}{reason}\nNow:\n  waits for collectives in {_place()} on rank {self._rank}")
                 return
             if now - warned > 2 * _QUIET_S:
                 warned = now + _WARN_AGAIN_S
-                _logger.warning("rank %d waits for collectives, and %s", self._rank, told)
+                _logger.warning("rank %d waits for collectives, and %s", self._rank, reason)
 
     def _look(self) -> None:
         """Show a sign of life, look for a failure or an alarm, and raise one if this rank is stuck."""
@@ -388,13 +383,13 @@ class Watchdog:
         for rank, beat in quiet.items():
             silent_s, state = now - self._beats[rank][1], self._state_of(beat, reports)
             does = {GONE: "its process is gone", RUNS: "its process runs", STOPPED: "its process is stopped"}
-            told = (
+            reason = (
                 beat.unwatched or f"{does.get(state, 'its machine cannot be reached')}, no answer for {silent_s:.0f} s"
             )
             if state == GONE or (state != RUNS and silent_s > lost_s and not beat.unwatched):
-                lost[rank] = f"{told}; it was last seen in {beat.place}"
+                lost[rank] = f"{reason}; it was last seen in {beat.place}"
             else:
-                reports[rank] = Report("runs", f"{beat.place} ({told})", silent_s)
+                reports[rank] = Report("runs", f"{beat.place} ({reason})", silent_s)
         if silent and now - self._alarm[1] < 2.5 * self._poll_s:
             return  # they have not looked yet
         verdict = judge(dict(sorted(reports.items())), lost, silent, mismatch=self._mismatch)
@@ -459,13 +454,10 @@ class Watchdog:
         layouts = {layout for each in groups.values() for launch in each.calls for layout in launch.layouts}
         waits_for = (named[waiting[1]], waiting[2]) if waiting is not None and waiting[1] in named else None
         collectives, pending = _collectives(self._rank, self._training)
-        caught = next(
-            (event for event in map(Event._make, reversed(list(PROGRESS.events))) if event.kind == "raised"), None
-        )
         report = partial(
             Report,
             place=place,
-            caught=None if caught is None else f"{caught.what} (step {caught.step}, microbatch {caught.microbatch})",
+            caught=PROGRESS.caught,
             waits_for=waits_for if barrier is None else (barrier[2], barrier[3] - 1),
             locks={lock: state_of(lock) for lock in locks_seen()},
             order=PROGRESS.order[-_UNITS_REPORTED:],
@@ -511,9 +503,7 @@ class Watchdog:
     def _fail(self, message: str) -> None:
         """Have the training thread raise, wherever it waits for collectives."""
         is_foreign = self._is_in_collective()
-        message = f"{message}\n`fullshard inspect {crash_folder()}` shows the last events of each rank"
         _logger.error("rank %d: %s", self._rank, message)
-        self._write_crash(self._report(_place(), time.monotonic()), message)
         self._stop.wait(2 * self._poll_s)  # the other ranks read why, before connections and the store close
         PROGRESS.failure = message
         self.failed.set()
@@ -521,12 +511,6 @@ class Watchdog:
         for group in [*groups, self._world] if is_foreign else groups:
             if group.size() > 1:
                 abort(group)
-
-    def _write_crash(self, report: Report, failure: str | None) -> None:
-        try:
-            write_crash(self._rank, self._world.size(), report, failure)
-        except OSError as error:
-            _logger.warning("cannot write the last events of rank %d: %s", self._rank, error)
 
     def _read(self, key: str) -> Any:
         """Return the value of a key that may be missing, without waiting for it."""
@@ -538,22 +522,19 @@ class Watchdog:
             return  # a child of it, which has no such thread
         self._join()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        told = _last_line(self._error_file) if error is None else f"{type(error).__name__}: {error}"
-        if told and PROGRESS.ends:
-            told = f"after its launcher asked it to end, {told}"
-        if told and not self.failed.is_set():
-            self._write_crash(self._last_report(told), None)
-            _logger.error("rank %d: `fullshard inspect %s` shows its last events", self._rank, crash_folder())
-        self._say_last_word(told or PROGRESS.raised)
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        if reason and PROGRESS.ends:
+            reason = f"after its launcher asked it to end, {reason}"
+        self._say_last_word(reason or PROGRESS.raised)
         release_lock(self._lock)
 
-    def _say_last_word(self, told: str | None) -> None:
+    def _say_last_word(self, reason: str | None) -> None:
         """Tell that this rank will launch nothing more, and compare all that it has launched."""
         if self._has_ended:
             return
         self._has_ended = True
         with contextlib.suppress(RuntimeError, OSError):
-            self._beat, report = self._beat + 1, self._last_report(told)
+            self._beat, report = self._beat + 1, self._last_report(reason)
             self._keys.set(f"report/{self._rank}", json.dumps([0, report.to_json()]))
             self._write_beat(ended=True)
             for log in () if self.failed.is_set() else _logs(destroyed=True):
@@ -565,11 +546,11 @@ class Watchdog:
         found = {rank: self._read(f"report/{rank}") for rank in ranks}
         reports = {rank: Report.from_json(each[1]) for rank, each in found.items() if each}
         verdict = judge(reports, {}, mismatch="differ")
-        told = "ranks have launched different collectives" if verdict is None else verdict.message
-        _logger.error("rank %d: the results of this run are wrong, because %s", self._rank, told)
+        reason = "ranks have launched different collectives" if verdict is None else verdict.message
+        _logger.error("rank %d: the results of this run are wrong, because %s", self._rank, reason)
 
-    def _last_report(self, told: str | None) -> Report:
-        return replace(self._report(_place(), time.monotonic()), state="exited", error=told)
+    def _last_report(self, reason: str | None) -> Report:
+        return replace(self._report(_place(), time.monotonic()), state="exited", error=reason)
 
     def _join(self) -> None:
         self._stop.set()
@@ -662,8 +643,8 @@ def _call(entry: dict[str, Any]) -> str:
         elif file.startswith(_TORCH) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file):
             inside = inside if name in _WRAPPERS else name
         else:
-            told = function if inside == function else f"{function} in {inside}"
-            return f"{told}, called at {Path(file).name}:{frame['line']}"
+            reason = function if inside == function else f"{function} in {inside}"
+            return f"{reason}, called at {Path(file).name}:{frame['line']}"
     return function
 
 
@@ -675,24 +656,6 @@ def _logs(*, destroyed: bool = False) -> list[LaunchLog]:
 
 def _first_lines(text: str) -> str:
     return "\n".join(text.split("\n", _PARAMETERS_REPORTED)[:_PARAMETERS_REPORTED])
-
-
-def _error_file() -> Path | None:
-    """Return the file to which torch.multiprocessing.spawn, if it has started this process, writes what it catches."""
-    frame: FrameType | None = sys._getframe()
-    # Only there: ``f_locals`` of a frame of the user's would keep alive what its variables hold now.
-    while frame is not None and not frame.f_code.co_filename.endswith(_SPAWN):
-        frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get("error_file")
-    return None if found is None else Path(str(found))
-
-
-def _last_line(error_file: Path | None) -> str:
-    """Return the last line of the traceback that a launcher has written; empty if there is none."""
-    try:
-        return str(pickle.loads(error_file.read_bytes())).strip().splitlines()[-1] if error_file is not None else ""
-    except (OSError, pickle.UnpicklingError, EOFError, IndexError):
-        return ""
 
 
 def _short(error: RuntimeError) -> str:

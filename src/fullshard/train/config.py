@@ -1,8 +1,7 @@
 """Settings of a training run: frozen values, written beside the results and read back.
 
 Each setting is stated once, as a field with its default, its help text and its limits. Options of the command line,
-checks, TOML files and the table in docs/reference/command_line.md are derived from that. Nothing here needs torch, so
-that wrong settings are found at once.
+checks, TOML files and the table in docs/reference/command_line.md are derived from that. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class Option:
     least: float | None = None  # smallest value
     above: float | None = None  # value that a number must exceed
     choices: tuple[str, ...] = ()  # the only values
-    metavar: str | None = None  # placeholder of the value in help; None: its type, or the choices
-    default: str = ""  # the default in words, where the value does not tell
 
     def check(self, name: str, value: Any) -> None:
         """Raise `ConfigError` if `value` is out of range."""
@@ -102,30 +99,19 @@ class TrainConfig(GPTConfig):
 
     data: tuple[str, ...] = ()
     data_sha256: str = ""
-    ranks: int = option(
-        0, RANKS, "Number of ranks (worker processes).", least=0, default="one per accelerator, or 2 without"
-    )
+    ranks: int = option(0, RANKS, "Number of ranks. 0: one per accelerator, or 2 without.", least=0)
     device: str = option(
-        "auto",
-        RANKS,
-        "auto: accelerators if there is one for each rank, else the CPU. TYPE: a device type of torch.",
-        metavar="auto|cpu|TYPE",
+        "auto", RANKS, "auto: accelerators if there is one for each rank, else the CPU.", choices=("auto", "cpu")
     )
     comm_quantization: str = option(
-        "none",
-        RANKS,
-        "Quantized communication of large parameters, for slow networks: weights in int8 or fp8, gradients in int8.",
-        choices=COMM_QUANTIZATIONS,
+        "none", RANKS, "Quantized communication: weights in int8 or fp8, gradients in int8.", choices=COMM_QUANTIZATIONS
     )
-    seed: int = option(0, TRAINING, "Random seed of data split, initial weights, batches and generated text.", least=0)
+    seed: int = option(0, TRAINING, "Random seed of data split, initial weights and batches.", least=0)
     steps: int = option(400, TRAINING, "Optimizer steps.", least=1)
     batch: int = option(2, TRAINING, "Sequences per forward on each rank.", least=1)
     accumulate: int = option(1, TRAINING, "Microbatches per optimizer step (gradient accumulation).", least=1)
     optimizer: str = option(
-        "muon",
-        TRAINING,
-        "muon: Muon for the weight matrices of blocks, AdamW for all other parameters.",
-        choices=("adamw", "muon"),
+        "muon", TRAINING, "muon: Muon for the matrices of blocks, AdamW for the rest.", choices=("adamw", "muon")
     )
     lr: float = option(
         0.06, TRAINING, "Peak learning rate of AdamW for embeddings; its other parameters use 0.07 times this.", above=0
@@ -143,33 +129,15 @@ class TrainConfig(GPTConfig):
     activation_checkpointing: bool = option(
         False, TRAINING, "Recompute the activations of blocks in backward: less memory, a third more computation."
     )
-    trace: bool = option(
-        False,
-        TRAINING,
-        "Write a timeline of five steps, exposed communication and late ranks to trace/ in the run's folder.",
-    )
     debug: bool = option(
         False, TRAINING, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
     )
     eval_every: int = option(100, OUTPUT, "Steps between validations.", least=1)
     eval_bytes: int = option(
-        256 * 1024,
-        OUTPUT,
-        "Held-out bytes of the final validation and the baselines; other validations use 1/8.",
-        least=1024,
+        2**18, OUTPUT, "Held-out bytes of the final validation and the baselines; others use 1/8.", least=1024
     )
-    prompt: str = option("def ", OUTPUT, "Prompt of the text that is generated at the end.")
-    generate: int = option(200, OUTPUT, "Bytes to generate.", least=0)
-    tensorboard: bool = option(False, OUTPUT, "Also write metrics for TensorBoard.")
-    checkpoint_every: int = option(
-        -1, CHECKPOINTS, "Steps between checkpoints; 0: never.", least=-1, default="1/20 of all steps, at least 10"
-    )
+    checkpoint_every: int = option(20, CHECKPOINTS, "Steps between checkpoints; 0: never.", least=0)
     keep: int = option(2, CHECKPOINTS, "Checkpoints to keep.", least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.prompt:
-            raise ConfigError("prompt must have at least one character")
 
     @property
     def model(self) -> GPTConfig:
@@ -180,11 +148,6 @@ class TrainConfig(GPTConfig):
     def sequences(self) -> int:
         """Sequences per optimizer step, over all ranks."""
         return self.ranks * self.batch * self.accumulate
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Steps between checkpoints; 0: never."""
-        return max(10, self.steps // 20) if self.checkpoint_every < 0 else self.checkpoint_every
 
     def to_toml(self) -> str:
         """Serialize this config as TOML, in the order of the fields."""
@@ -201,10 +164,7 @@ class TrainConfig(GPTConfig):
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(
-                f"cannot read {path}: {error.strerror or error}. This file has the settings of a run: restore it, or "
-                "choose another --name for a new run"
-            ) from error
+            raise ConfigError(f"cannot read {path}, the settings of a run: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # of TOML, UTF-8 or numbers
             raise ConfigError(f"{path} is not a TOML file: {clipped(error)}") from error
         kinds = typing.get_type_hints(cls)

@@ -1,52 +1,34 @@
 """The model of `fullshard train`: a small byte-level GPT whose input knows the last few bytes, not just one.
 
-With single bytes, a model learns spelling, and then copying, by matrix products. Here each position also gets
-
-- vectors of the last 2, 3, ... bytes (n-grams), from a table that their hash points into;
-- vectors of the bytes to expect if the text repeats itself (matches): what came after the last 3, 5 and 8 bytes when
-  they occurred before in the window.
-
-Both depend on earlier bytes only, and looking up a vector costs no product: the blocks can be few and small, and see
-more text in the same time.
-
-Blocks are pre-norm: causal attention with rotary positions, then an MLP with squared ReLU; no biases, norms without
-gains, an untied output head. Nothing depends on how the model is sharded: it is a plain `nn.Module`.
+Each position also gets vectors of the last 2, 3, ... bytes (n-grams), from a table that their hash points into, and of
+the bytes to expect if the text repeats itself (matches): those that came after the last 3, 5 and 8 bytes when they
+occurred before in the window. Both depend on earlier bytes only, and looking up a vector costs no product: the blocks
+can be few and small, and see more text in the same time. Blocks are pre-norm: causal attention with rotary positions,
+then an MLP with squared ReLU; no biases, norms without gains, an untied output head.
 
 Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, N length of the longest n-grams.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from fullshard.train.config import MATCH_LENGTHS, VOCABULARY, ConfigError, GPTConfig
-from fullshard.train.run_folder import MODEL
-from fullshard.train.summary import as_text, escape
+from fullshard.train.config import MATCH_LENGTHS, VOCABULARY, GPTConfig
 
 METADATA_KEY = "fullshard.train.model"
-TEMPERATURE = 0.8  # of generated text: below 1, likely bytes are drawn more often than the model says
 
 
 def ngram_codes(tokens: Tensor, longest: int) -> list[Tensor]:
-    """Return a number for the last 1, 2, ... `longest` bytes up to each position.
+    """Return N = `longest` numbers `(B, T)`, for the last 1, 2, ... N bytes up to each position of `(B, T)` bytes.
 
-    Up to 7 bytes, different ones have different numbers; of more, almost always. Where an n-gram begins before the
-    first position, what is missing counts as a value that is no byte.
-
-    Args:
-        tokens: bytes as int64, shape `(B, T)`.
-        longest: N.
-
-    Returns:
-        N tensors, int64 of shape `(B, T)`.
+    Up to 7 bytes, different ones have different numbers; of more, almost always. Places before the first position count
+    as a value that is no byte.
     """
     codes = [tokens + 1]
     for length in range(2, longest + 1):
@@ -56,17 +38,9 @@ def ngram_codes(tokens: Tensor, longest: int) -> list[Tensor]:
 
 
 def ngram_rows(tokens: Tensor, longest: int, rows: int) -> Tensor:
-    """Return the table row of each n-gram of 2, 3, ... `longest` bytes that ends at each position.
+    """Return the table row of each n-gram of 2, 3, ... N bytes that ends at each position, `(B, T) -> (B, T, N - 1)`.
 
-    Different n-grams may share a row.
-
-    Args:
-        tokens: bytes as int64, shape `(B, T)`.
-        longest: N.
-        rows: number of rows for the n-grams of each length.
-
-    Returns:
-        int64, shape `(B, T, N - 1)`; those of length n are between `(n - 2) * rows` and `(n - 1) * rows`.
+    Those of length n are between `(n - 2) * rows` and `(n - 1) * rows`; different n-grams may share a row.
     """
     found = []
     for number, code in enumerate(ngram_codes(tokens, longest)[1:]):
@@ -76,14 +50,10 @@ def ngram_rows(tokens: Tensor, longest: int, rows: int) -> Tensor:
 
 
 def match_rows(tokens: Tensor) -> Tensor:
-    """Return what to expect if the text repeats itself: the byte after the last earlier occurrence of the last n bytes.
+    """Return the byte to expect if the text repeats itself, for each of `MATCH_LENGTHS`, `(B, T) -> (B, T, 3)`.
 
-    Args:
-        tokens: bytes as int64, shape `(B, T)`.
-
-    Returns:
-        int64, shape `(B, T, len(MATCH_LENGTHS))`: for each n the byte, or 256 if these n bytes are new in the window,
-        plus 257 for each length before.
+    That is the byte after the last earlier occurrence of the last n bytes, or 256 if these n bytes are new in the
+    window, plus 257 for each length before.
     """
     found = []
     codes = ngram_codes(tokens, max(MATCH_LENGTHS))
@@ -116,8 +86,6 @@ class InputEmbedding(nn.Module):
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, `(B, T, C) -> (B, T, C)`."""
-
-    heads: int
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -165,15 +133,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level language model.
+    """A byte-level language model."""
 
-    Attributes:
-        config: the size.
-        blocks: the `Block`s in order; shard each of them, then the model.
-    """
-
-    config: GPTConfig
-    blocks: nn.ModuleList
     cos: Tensor  # (sequence, D / 2), as is `sin`; not saved
     sin: Tensor
 
@@ -188,14 +149,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the next byte at every position.
-
-        Args:
-            tokens: bytes as int64, shape `(B, T)` with `T <= config.sequence`.
-
-        Returns:
-            Logits, shape `(B, T, 256)`.
-        """
+        """Return the logits of the next byte at every position, `(B, T) -> (B, T, 256)` with `T <= config.sequence`."""
         length = tokens.shape[1]
         if length > self.config.sequence:
             raise ValueError(f"expected at most {self.config.sequence} tokens, found {length}")
@@ -208,12 +162,10 @@ class GPT(nn.Module):
 
 
 def initialize(model: GPT, seed: int) -> None:
-    """Initialize the full (unsharded) `model` in place: a pure function of size and `seed`.
+    """Initialize the unsharded `model` in place: a pure function of size and `seed`, the same on all devices.
 
-    Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
-    are zero, so that every block starts as the identity, and so are n-grams and matches, so that what was never seen
-    adds nothing; the head starts small. Draws come from a CPU generator of their own, so that every rank, whatever its
-    device, starts with equal weights.
+    Matrices are normal with standard deviation `1 / sqrt(fan-in)`. Those that write into the residual stream are zero,
+    so that every block starts as the identity; so are n-grams and matches, so that new ones add nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -226,91 +178,18 @@ def initialize(model: GPT, seed: int) -> None:
 
 
 def load(path: str | Path) -> GPT:
-    """Load a model that `fullshard train` saved.
-
-    Args:
-        path: a `model.safetensors` file.
-
-    Returns:
-        The model in evaluation mode on the CPU, in the saved dtype.
+    """Load a `model.safetensors` of `fullshard train`, in evaluation mode on the CPU, in the saved dtype.
 
     Raises:
-        ValueError: the file was not written by `fullshard train`, or by another version of it.
+        ValueError: the file was not written by `fullshard train`.
     """
     with safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
         if METADATA_KEY not in metadata:
             raise ValueError(f"{path} is not a model of fullshard train: its metadata has no {METADATA_KEY!r}")
-        size = json.loads(metadata[METADATA_KEY])
-        if set(size) != {field.name for field in dataclasses.fields(GPTConfig)}:
-            raise ValueError(f"{path} was written by another version of fullshard: its model config is {size}")
-        model = GPT(GPTConfig(**size))
+        model = GPT(GPTConfig(**json.loads(metadata[METADATA_KEY])))
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return model.eval()
-
-
-def generate(
-    model: nn.Module,
-    prompt: bytes,
-    count: int,
-    sequence: int,
-    generator: torch.Generator,
-    temperature: float = TEMPERATURE,
-) -> bytes:
-    """Continue `prompt` byte by byte, sampling from the model's distribution.
-
-    A forward of a sharded model is a collective, so every rank must call this with equal arguments. Logits are equal
-    on every rank (each holds the same gathered weights), and so are equally seeded generators' draws.
-
-    Args:
-        model: maps tokens `(1, T)` to logits `(1, T, 256)`.
-        prompt: at least one byte; only the last `sequence` bytes are seen.
-        count: number of bytes to generate.
-        sequence: longest context of `model`.
-        generator: CPU generator; draws one number per byte.
-        temperature: below 1, likely bytes are drawn more often than the model says.
-
-    Returns:
-        The generated bytes.
-    """
-    device = next(model.parameters()).device
-    text = list(prompt)
-    for _ in range(count):
-        tokens = torch.tensor([text[-sequence:]], dtype=torch.int64, device=device)
-        with torch.no_grad():
-            logits = model(tokens)[0, -1]
-        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text[len(prompt) :])
-
-
-def text_from(run: Path, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """Return the prompt and `count` generated bytes as text that is safe to print.
-
-    Args:
-        run: folder of a run, or a file of weights.
-        prompt: at least one character.
-        count: number of bytes.
-        temperature: below 1, likely bytes are drawn more often than the model says.
-        seed: decides what is drawn.
-
-    Raises:
-        ConfigError: the prompt or the temperature is out of range, or the file holds no model of `fullshard train`.
-    """
-    if not prompt:
-        raise ConfigError("--prompt must have at least one character")
-    if not 0 < temperature < math.inf:
-        raise ConfigError(f"--temperature must be a number above 0, found {temperature}")
-    path = run / MODEL if run.is_dir() else run
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}: pass the folder of a finished run of fullshard train")
-    try:
-        model = load(path)
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    generator = torch.Generator().manual_seed(seed)
-    made = generate(model, prompt.encode("utf-8"), count, model.config.sequence, generator, temperature)
-    return escape(prompt + as_text(made))
 
 
 def _norm(x: Tensor) -> Tensor:

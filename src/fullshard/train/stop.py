@@ -2,11 +2,11 @@
 
 [Note: Stopping all ranks]
 If a rank left the loop alone, the others would hang in a collective. So a request only sets a code in this process;
-it is gathered with the loss of each step, and all ranks stop when one of the gathered codes is not 0. Requests are the
-signals that torch's elastic agent passes on to its workers, the end of the agent itself, and a reader that has closed
-the pipe which rank 0 prints to. Until the training loop begins there is nothing to save, and signals simply end the
-process. If collectives fail after a request, as when another rank was killed, this rank does not wait for the reason:
-the agent starts workers again only when all have ended.
+the codes of all ranks are gathered with the losses of each step, and all ranks stop when one of them is not 0. Requests
+are signals, which torch's elastic agent passes on to its workers, and the end of the agent itself. Until the training
+loop begins there is nothing to save, and signals simply end the process. If collectives fail after a request, as when
+another rank was killed, this rank does not wait for the reason: the agent starts workers again only when all have
+ended.
 
 [Note: Exit codes]
 To the elastic agent any exit code but 0 is a failure, after which it starts the workers anew. A worker that has ended
@@ -42,10 +42,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.code = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: self.ask(number))
+            signal.signal(number, self._ask)
 
-    def ask(self, number: int) -> None:
-        """Ask to stop, as signal `number` does."""
+    def _ask(self, number: int, frame: object) -> None:
         self.code = self.code or 128 + number
         PROGRESS.ends = True
 

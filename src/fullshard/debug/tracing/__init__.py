@@ -4,5 +4,4 @@
 - ``timeline.py``   what the training thread of a rank did, in segments that add up to the time
 - ``exposed.py``    communication that nothing hides, why, and which rank is late
 - ``perfetto.py``   a file for Perfetto and chrome://tracing
-- ``plot.py``       a picture of one step
 """

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment
 
-__all__ = ["Exposed", "LateRank", "exposed_waits", "last_arrivals", "late_ranks"]
+__all__ = ["Exposed", "LateRank", "exposed_waits", "late_ranks"]
 
 JUST_BEFORE_S = 0.0005  # a collective is issued so shortly before it is waited for
 _LEAST_S = 0.005  # lateness that is reported
@@ -91,16 +91,6 @@ def exposed_waits(
         else:
             exposed.slow_link += segment.end - arrived
     return sorted(found.values(), key=lambda each: -each.seconds)
-
-
-def last_arrivals(launches: Mapping[int, Mapping[_Key, Launched]]) -> dict[int, int]:
-    """Return how often each rank was the last to issue a collective, of those that all ranks of the group issued."""
-    last = dict.fromkeys(launches, 0)
-    for group, number in {key for of in launches.values() for key in of}:
-        times = {rank: of[group, number].time for rank, of in launches.items() if (group, number) in of}
-        if len(times) > 1 and times.keys() == set(group.ranks):
-            last[max(times, key=lambda rank: times[rank])] += 1
-    return last
 
 
 def late_ranks(segments: Mapping[int, Sequence[Segment]]) -> list[LateRank]:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from fullshard.debug.tracing.exposed import Exposed, exposed_waits, last_arrivals, late_ranks
+from fullshard.debug.tracing.exposed import Exposed, exposed_waits, late_ranks
 from fullshard.debug.tracing.perfetto import chrome_trace
-from fullshard.debug.tracing.plot import draw_step
 from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launches, memory, segments, short_units
 from fullshard.errors import FullshardError
 from fullshard.memory import DeviceClock, HostClock, uses_accelerator
@@ -52,8 +51,8 @@ class Trace:
         return exposed_waits(rank, self.segments[rank], self.launches)
 
     def table(self) -> str:
-        """Return exposed communication by unit and reason, how ranks arrive, and ranks that are late, as text."""
-        return "\n".join([*self._activities(), "", *self._exposed(), "", *self._arrivals()])
+        """Return exposed communication by unit and reason, and ranks that are late, as text."""
+        return "\n".join([*self._activities(), "", *self._exposed(), "", *self._late()])
 
     def _activities(self) -> Iterator[str]:
         activities = ("compute", "wait", "overhead")
@@ -85,11 +84,7 @@ class Trace:
             left = sum(each.seconds for each in every[_SHOWN:]) / steps
             yield f"{1e3 * left:>9.2f} {'':>6} {'':>12} {'':>10} {'':>10}  {len(every) - _SHOWN} more"
 
-    def _arrivals(self) -> Iterator[str]:
-        last = last_arrivals(self.launches)
-        total = max(sum(last.values()), 1)
-        shares = ", ".join(f"rank {rank} {100 * count / total:.0f} %" for rank, count in last.items())
-        yield f"The last to issue a collective: {shares}"
+    def _late(self) -> Iterator[str]:
         late = late_ranks(self.segments)
         for each in late[:_SHOWN]:
             phase = each.phase.removeprefix("the ")
@@ -98,7 +93,7 @@ class Trace:
 
 
 class Clock(Protocol):
-    """Where times of events are taken: on the host, or on an accelerator's streams."""
+    """Source of the times of events: the host, or an accelerator's streams."""
 
     def mark(self) -> Any:
         """Mark the present; None if that is not possible now."""
@@ -125,9 +120,9 @@ def recorded(clock: Clock) -> Iterator[list[Event]]:
 def trace(folder: str | Path) -> Iterator[Trace]:
     """Record what each rank does while the context is open, and write what came of it to a folder.
 
-    Written are ``trace.json``, for ui.perfetto.dev or chrome://tracing, with all ranks on one clock; ``table.txt``,
-    communication that nothing hides, by unit and reason, and ranks that are late; and ``step.png``, compute,
-    communication and memory of one step (with matplotlib). The table is also what ``print(trace.table())`` shows.
+    Written are ``trace.json``, for ui.perfetto.dev or chrome://tracing, with all ranks on one clock, and ``table.txt``:
+    communication that nothing hides, by unit and reason, and ranks that are late. ``print(trace.table())`` shows the
+    table, too.
 
     On CPUs times are those of the host, which also computes and waits; the end of a collective is only seen when it is
     waited for. On accelerators they are those of events on the streams, for which the host does not wait before the
@@ -170,7 +165,7 @@ def trace(folder: str | Path) -> Iterator[Trace]:
     if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
         try:
             _write(found, folder)
-        except Exception as error:  # also of matplotlib: the other ranks wait for the result
+        except OSError as error:  # the other ranks wait for the result
             failure = FullshardError(f"cannot write the trace to {folder}: {type(error).__name__}: {error}")
     raise_on_all(failure, [dist.group.WORLD] if dist.is_initialized() else [])
 
@@ -206,4 +201,3 @@ def _write(found: Trace, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trace.json").write_text(json.dumps(chrome_trace(found.segments, found.launches, found.memory)))
     (folder / "table.txt").write_text(found.table() + "\n")
-    draw_step(found.segments, found.launches, found.memory, folder / "step.png")

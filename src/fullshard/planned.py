@@ -1,32 +1,26 @@
-"""Answer `fullshard plan`: build a model of a user, of a Hugging Face config or of a run, and plan its training."""
+"""Answer `fullshard plan`: build a model of a user or of a Hugging Face config, and plan its training."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.planning.calibration import calibrate
-from fullshard.planning.choices import Choices
 from fullshard.planning.cluster import cluster_of, to_toml
 from fullshard.planning.dry_run import where
 from fullshard.planning.plan import Plan, plan
-from fullshard.train.config import ConfigError, TrainConfig
-from fullshard.train.model import GPT
-
-_Loss = Callable[[Any], Tensor]
 
 
 def answer(
@@ -72,35 +66,14 @@ def answer(
     choices = {"mixed_precision": "none" if machine.device == "cpu" else "bf16", **choices}
     if choices["mixed_precision"] == "none":
         choices["mixed_precision"] = None
-    built, arguments, loss = model_of(model, rows, sequence)
-    return plan(built, arguments, ranks=ranks, cluster=machine, loss=loss, choices=choices, search=search)
-
-
-def choices_of(texts: Sequence[str]) -> dict[str, Any]:
-    """Return choices that are given as ``name=value``, with values as in JSON.
-
-    Args:
-        texts: All of them.
-
-    Raises:
-        FullshardError: If there is no such choice, or no such value.
-    """
-    known, found = [each.name for each in dataclasses.fields(Choices)], {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            name = ""
-        if name not in known:
-            raise FullshardError(f"plan: --fix: expected NAME=VALUE, of {', '.join(known)}, found {text!r}")
-    return found
+    built, arguments = model_of(model, rows, sequence)
+    return plan(built, arguments, ranks=ranks, cluster=machine, choices=choices, search=search)
 
 
 def measure(path: Path, ranks: int) -> str:
-    """Measure this machine with so many ranks, write it as a cluster, and return what was found as text.
+    """Measure this machine with so many ranks, write it as a cluster, and return the text of the file.
 
-    Under torchrun, the nodes of the job; its first rank writes, and the text of the others is empty.
+    Under torchrun the nodes of the job are measured; its first rank writes, and the text of the others is empty.
 
     Args:
         path: TOML file to write.
@@ -117,12 +90,12 @@ def measure(path: Path, ranks: int) -> str:
     return f"{text}\nwritten to {path}; plan with --cluster {path}"
 
 
-def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Module, Any, _Loss | None]:
-    """Return a model on the meta device, a batch for it, and its loss.
+def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Module, Any]:
+    """Return a model on the meta device, and a batch for it.
 
     Args:
-        name: `module:function` or `file.py:function`, whose function returns a model, or a model and its batch; a
-            `config.json` of Hugging Face; or a `config.toml` of a run of `fullshard train`.
+        name: `module:function` or `file.py:function`, whose function returns a model, or a model and its batch; or a
+            `config.json` of Hugging Face.
         batch: Sequences of a rank in a step. None: 1.
         sequence: Tokens of a sequence. None: 4096.
 
@@ -131,19 +104,10 @@ def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Mod
     """
     tokens = torch.empty(batch or 1, sequence or 4096, dtype=torch.int64, device="meta")
     if name.endswith(".json"):
-        return _hugging_face(Path(name)), {"input_ids": tokens, "labels": tokens}, None
-    if name.endswith(".toml"):
-        try:
-            config = TrainConfig.from_toml(Path(name)).model
-        except (ConfigError, OSError) as error:
-            raise FullshardError(f"plan: {name}: {error}") from None
-        with torch.device("meta"):
-            return GPT(config), tokens[:, : config.sequence], _next_byte_loss
+        return _hugging_face(Path(name)), {"input_ids": tokens, "labels": tokens}
     module, colon, function = name.rpartition(":")
     if not colon:
-        raise FullshardError(
-            f"plan: expected module:function, file.py:function, config.json or config.toml, found {name!r}"
-        )
+        raise FullshardError(f"plan: expected module:function, file.py:function or config.json, found {name!r}")
     build = getattr(_imported(module), function, None)
     if not callable(build):
         raise FullshardError(f"plan: expected a function {function} in {module}, found none")
@@ -159,7 +123,7 @@ def model_of(name: str, batch: int | None, sequence: int | None) -> tuple[nn.Mod
         )
     if not isinstance(model, nn.Module):
         raise FullshardError(f"plan: expected {name} to return an nn.Module, found {type(model).__name__}")
-    return model, given, None
+    return model, given
 
 
 def _imported(name: str) -> Any:
@@ -188,31 +152,9 @@ def _hugging_face(path: Path) -> nn.Module:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FullshardError(f"plan: {path} is no config of a causal language model: {error}") from None
-    model.register_forward_pre_hook(_begin_unpacked)
-    model.register_forward_hook(_end_unpacked, always_call=True)
-    return model
-
-
-_packing: list[Any] = []  # what transformers asks with, while a forward runs
-
-
-def _begin_unpacked(model: nn.Module, arguments: Any) -> None:
-    """transformers looks at the values of position ids, to find sequences that are packed into one. There are none."""
-    try:
+    with contextlib.suppress(ImportError):  # versions that do not look
+        # transformers looks at the values of position ids, to find sequences that are packed into one. There are none,
+        # and tensors on the meta device have no values.
         masks: Any = importlib.import_module("transformers.masking_utils")
-        _packing.append(masks.find_packed_sequence_indices)
         masks.find_packed_sequence_indices = lambda position_ids: None
-    except (ImportError, AttributeError):  # versions that do not look
-        _packing.append(None)
-
-
-def _end_unpacked(model: nn.Module, arguments: Any, output: Any) -> None:
-    before = _packing.pop()
-    if before is not None:
-        masks: Any = importlib.import_module("transformers.masking_utils")
-        masks.find_packed_sequence_indices = before
-
-
-def _next_byte_loss(logits: Tensor) -> Tensor:
-    targets = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return model
