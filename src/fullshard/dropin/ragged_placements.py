@@ -118,7 +118,7 @@ def _from_local(
             f"DTensor.from_local: expected grad_placements {spec.placements}, those of the tensor, or None; found "
             f"{tuple(grad_placements)}"
         )
-    expected, own_stride, _ = view_here(spec)
+    _, expected, own_stride = view_here(spec)
     if tuple(local.shape) != expected or (shape is not None and tuple(shape) != tuple(spec.shape)):
         found = f"a tensor of shape {tuple(local.shape)}" + ("" if shape is None else f" of shape {tuple(shape)}")
         raise ValueError(

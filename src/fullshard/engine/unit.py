@@ -258,7 +258,6 @@ class Unit:
         self._check_data()
 
     def _check_data(self) -> None:
-        self.registration.check_data()
         for bucket in self.buckets:
             bucket.check_data()
 

@@ -13,7 +13,7 @@ from fullshard.engine.buckets.formats import ShardingFormat
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter, keep_gradient_dtype, mark, value_of
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import FlatLayout, is_row_major
 from fullshard.ragged.layout import Granularity, granule_of, ragged_layout
 from fullshard.ragged.placement import RaggedShard, ragged_spec
@@ -41,7 +41,7 @@ class RaggedParameter(SliceParameter):
             first_rank=parameters[0].first_rank % world_size,
         )
 
-    def shard_view(self, rank: int) -> ShardView:
+    def shard_view(self, rank: int) -> View:
         """Return the shard of ``rank`` as a view of the whole parameter: rows, or single elements."""
         return super().shard_view(rank) if self.slot is None else self.ragged_placement().view(rank)
 

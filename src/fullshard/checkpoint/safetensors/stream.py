@@ -1,13 +1,13 @@
 """Iterate over the full tensors of a sharded model without ever holding many of them.
 
-Consecutive parameters of a unit that fit into a budget are all-gathered together, by one launch of the unit's own
-transport, into new memory. The modules' parameters are not touched, so the iteration can stop anywhere.
+Each parameter is gathered by itself, into new memory. The modules' parameters are not touched, so the iteration can
+stop anywhere.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -15,16 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.parameters import local_parameters, walk_modules
-from fullshard.engine.buckets.base import Bucket
 from fullshard.engine.ownership import units_of
-from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.summoned_parameters import all_gather_now
-from fullshard.engine.unit import Unit
 from fullshard.errors import UnmaterializedParameterError
 
-__all__ = ["GROUP_BYTES", "full_tensors"]
-
-GROUP_BYTES = 256 * 1024 * 1024  # of tensors that are all-gathered together; a larger one is gathered alone
+__all__ = ["full_tensors"]
 
 
 def full_tensors(
@@ -32,8 +26,8 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names before wrapping.
 
-    A collective: all ranks iterate together, to the end or to the same tensor. In addition to the shards, one group of
-    tensors of up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
+    A collective: all ranks iterate together, to the end or to the same tensor. In addition to the shards, one tensor
+    is in memory at a time, with what gathering it takes, unless the caller keeps references.
 
     Args:
         model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, or plain; not in the middle of a step. It
@@ -81,7 +75,7 @@ def _named(
         with torch.no_grad():
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             given = tensor.detach().to(tensor.device if device is None else device, wanted)
-        del tensor  # the caller owns the group now: its memory is freed with the last tensor of it
+        del tensor  # the caller owns it now
         for name in names[first]:
             yield name, given
         del given
@@ -92,12 +86,16 @@ def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[s
     names = {id(parameter.sharded): parameter.fqn for parameter in parameters}
     for unit in units_of(model):
         for bucket in unit.buckets:
-            for group in _groups(bucket, dtype, names):
+            for sharded in [each for each in bucket.parameters if id(each) in names]:
+                if not bucket.has_parts and bucket.mesh.world_size > 1:
+                    bucket.copies()  # raises an error that says why there are none
+                value = sharded.local
+                if dtype is not None and value.is_floating_point():
+                    value = value.to(dtype)
                 with torch.inference_mode(False), torch.no_grad():
-                    values = _gather(unit, bucket, group, dtype)
-                while group:
-                    yield names[id(group[0])], _whole(group[0].placement.unsharded(values.pop(0)))
-                    del group[0]
+                    whole = sharded.full_from(value)
+                yield names[id(sharded)], whole
+                del value, whole
     for parameter in parameters:
         if parameter.sharded is None:
             yield parameter.fqn, _whole(parameter.parameter)
@@ -115,29 +113,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor that the user made. A collective on its mesh."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _groups(bucket: Bucket, dtype: torch.dtype | None, wanted: Container[int]) -> list[list[ShardedParameter]]:
-    """Return groups of wanted parameters to all-gather together, that lie in the bucket one after another."""
-    groups: list[list[ShardedParameter]] = [[]]
-    taken = 0
-    for parameter in bucket.parameters:
-        nbytes = parameter.shape.numel * _dtype_of(parameter, dtype).itemsize
-        if id(parameter) not in wanted or taken + nbytes > GROUP_BYTES:
-            groups.append([])
-            taken = 0
-        if id(parameter) in wanted:
-            groups[-1].append(parameter)
-            taken += nbytes
-    return [group for group in groups if group]
-
-
-def _dtype_of(parameter: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
-    own = parameter.local.dtype
-    return dtype if dtype is not None and own.is_floating_point else own
-
-
-def _gather(unit: Unit, bucket: Bucket, group: list[ShardedParameter], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """All-gather some parameters of a bucket, into new memory where there are other ranks. A collective."""
-    comm_dtype = _dtype_of(group[0], dtype)
-    return bucket.copies_of(group, comm_dtype, lambda all_gather: all_gather_now(unit, [all_gather]))

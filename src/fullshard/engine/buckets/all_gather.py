@@ -150,12 +150,6 @@ class PerParameterAllGather(BucketAllGather):
         slices = slices_of(layout, layout.message_offset, unsharded.dtype.itemsize)
         self._operands.append(Operand(own, self._own_message, slices))
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes held beside the unsharded buffer at the moment."""
-        buffers = (self._input, self._message, self._unpacking)
-        return sum(buffer.allocated_bytes for buffer in buffers if buffer is not None)
-
     def allocate(self) -> None:
         """Give memory to the unsharded buffer and to the messages."""
         if not self._all_packed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,10 +18,9 @@ from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
+from fullshard.engine.reduction.grad_reduction import GradReduction, PartialReduceOutput, ReductionTerms
 from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
-from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
@@ -107,22 +106,19 @@ class Bucket:
         return all(parameter.local.device.type != "meta" for parameter in self.parameters)
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes that unsharded parameters hold at the moment, messages in flight included."""
-        raise NotImplementedError
-
-    @property
     def unsharded_bytes(self) -> int:
         """Bytes of all parameters when unsharded; of tensor subclasses, as they would be without."""
         return sum(parameter.shape.numel for parameter in self.parameters) * self.storage.param_dtype.itemsize
 
     def check_data(self) -> None:
-        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
+        """Raise FullshardError if ``.data`` of a parameter was assigned to, see [Note: Assigned data]."""
+        for parameter in self.parameters:
+            parameter.check_data()
 
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next.
 
-        Without effect where no front end asks for it, or a subclass has no parts of parts.
+        Without effect on a single rank, and for tensor subclasses that say themselves what is all-gathered.
         """
 
     def free_subgroup_shard(self) -> None:
@@ -140,20 +136,6 @@ class Bucket:
         """
         raise NotImplementedError
 
-    def copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        """The unsharded values of some parameters, in new memory unless they are on one rank. A collective.
-
-        Args:
-            parameters: Of this bucket, one after another in its order.
-            dtype: In which they are sent and returned.
-            all_gather: Issues an all-gather and waits for it.
-        """
-        if self.mesh.world_size == 1:
-            return [parameter.local.to(self.mesh.device) for parameter in parameters]
-        return self._copies_of(parameters, dtype, all_gather)
-
     def restore(self) -> None:
         """Before the parameters are laid out anew, with others: have them hold what every layout can start from.
 
@@ -163,11 +145,6 @@ class Bucket:
     def needs_rebuild(self) -> bool:
         """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
         return any(has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters)
-
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
         """Indices of the parameters that a reduction takes if these have gradients."""
@@ -335,6 +312,7 @@ class BufferBucket(Bucket):
     _all_gather: BucketAllGather | None  # fills it
     _subgroup_all_gather: BucketAllGather | None  # fills it from a subgroup
     _subgroup_shard: Buffer | None  # what this rank keeps for that; memory only while it does
+    _subgroup_copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # into that, from the unsharded buffer
     _made: bool  # the unsharded parameters exist
     _references: int  # to the memory of the unsharded buffer, when it was made
 
@@ -344,7 +322,8 @@ class BufferBucket(Bucket):
         self._made, self._references = False, 0
 
     def check_data(self) -> None:
-        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
+        """Raise FullshardError if ``.data`` of a parameter was assigned to, see [Note: Assigned data]."""
+        super().check_data()
         if not self._made or (self._unsharded is not None and self._unsharded.references >= self._references):
             return
         for parameter in self.parameters:
@@ -362,11 +341,6 @@ class BufferBucket(Bucket):
             self._unsharded.allocate()  # the plan takes tensors on it
             self._all_gather = self._make_all_gather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
             self._unsharded.free()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded buffer holds at the moment."""
-        return 0 if self._unsharded is None else self._unsharded.allocated_bytes
 
     @property
     def unsharded_bytes(self) -> int:
@@ -403,14 +377,9 @@ class BufferBucket(Bucket):
     def copies(self, gradients: bool = False) -> UnshardedCopies:
         """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
         shard = self._gradient_shards() if gradients else self.shard_buffer
-        return self._copies(self.layout, shard, shard.dtype)
-
-    def _copies(
-        self, layout: PerParameterLayout | FlatLayout, shard: torch.Tensor, dtype: torch.dtype
-    ) -> UnshardedCopies:
-        buffer = Buffer(layout.unsharded_numel, dtype, self.mesh.device)
-        all_gather = self._make_all_gather(layout, shard, buffer, self.mesh.exact_transport)
-        slots: Sequence[Slot | FlatSlot] = layout.slots
+        buffer = Buffer(self.layout.unsharded_numel, shard.dtype, self.mesh.device)
+        all_gather = self._make_all_gather(self.layout, shard, buffer, self.mesh.exact_transport)
+        slots: Sequence[Slot | FlatSlot] = self.layout.slots
         values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in slots]
         return UnshardedCopies(all_gather, values, buffer)
 
@@ -423,6 +392,22 @@ class BufferBucket(Bucket):
         if from_subgroup and kept and self._subgroup_all_gather is not None:
             return [self._subgroup_all_gather]
         return [] if self._all_gather is None else [self._all_gather]
+
+    def reshard_to_subgroup(self, size: int) -> None:
+        """Keep this rank's part of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
+        unsharded = self._unsharded
+        if unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
+            return
+        transport = self.mesh.subgroup(size)
+        if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
+            self._subgroup_all_gather = self._plan_subgroup(unsharded, transport)
+        assert self._subgroup_shard is not None
+        self._subgroup_shard.allocate()
+        torch._foreach_copy_(*self._subgroup_copies)
+
+    def _plan_subgroup(self, unsharded: Buffer, transport: Transport) -> BucketAllGather:
+        """Make what this rank keeps for a subgroup, the copies into it, and the all-gather from it."""
+        raise NotImplementedError
 
     def free_subgroup_shard(self) -> None:
         """Free the shard that ``reshard_to_subgroup`` kept."""

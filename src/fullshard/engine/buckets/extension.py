@@ -18,7 +18,7 @@ Sizes are compared on all ranks together at the first all-gather, so that all of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -115,11 +115,6 @@ class ExtensionBucket(Bucket):
         for each in self.all_gathers:
             each.mesh, each.transport = mesh, mesh.transport
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that gathered inner tensors hold; what subclasses allocate themselves is not known."""
-        return sum(buffer.allocated_bytes for each in self.all_gathers for buffer in each.buffers)
-
     def copies(self, gradients: bool = False) -> UnshardedCopies:
         """Raise FullshardError: only the subclass knows what an unsharded value is beside the one computed with."""
         raise FullshardError(
@@ -127,11 +122,6 @@ class ExtensionBucket(Bucket):
             "there is no copy of its unsharded value besides the one that the module computes with; read that inside "
             "fullshard.unsharded"
         )
-
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        return self.copies().values  # raises an error that says why there are none
 
     def needs_rebuild(self) -> bool:
         """False: it has all-gather hooks already."""

@@ -163,7 +163,7 @@ class FlatShardingFormat(ShardingFormat):
     def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
         """Make the object that puts sharded and unsharded parameters into modules; register flat parameters."""
         if self._module is None:
-            return FlatRegistration(parameters)
+            return super().registration(parameters, buckets)
         module = self._module()
         assert module is not None, "a unit outlived its module"
         for name in [name for name in module._parameters if name.startswith(FLAT_PARAMETER)]:
@@ -184,28 +184,6 @@ class FlatShardingFormat(ShardingFormat):
         return FlatParameterRegistration(parameters, handles)
 
 
-class FlatRegistration(Registration):
-    """Modules hold the 1-D parts as their parameters."""
-
-    _empty: list[FlatShardedParameter]  # those of which this rank has nothing: they have no address
-
-    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
-        super().__init__(parameters)
-        flat = cast("Sequence[FlatShardedParameter]", parameters)
-        self._empty = [parameter for parameter in flat if not parameter.local.numel()]
-
-    def is_registered(self) -> bool:
-        """True if modules hold our parameters, on the memory that we gave them."""
-        for held, name, parameter in self._plain:
-            sharded, local = parameter.sharded, parameter.local
-            if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
-                return False
-        for empty in self._empty:
-            if not empty.is_in_place():
-                return False
-        return all(parameter.is_registered() for _, parameter in self._others)
-
-
 class FlatParameterRegistration(Registration):
     """Modules hold the 1-D parts as plain attributes; flat parameters are registered instead."""
 
@@ -223,14 +201,10 @@ class FlatParameterRegistration(Registration):
     def use_sharded(self) -> None:
         """Register the flat parameters; modules have the 1-D parts as attributes."""
         self.unsharded = self.copies = False
-        for owner, parameter in self._others:  # what keeps a second list of its weights has to drop the unsharded ones
-            owner.set(parameter.sharded)
-        for attributes, name, parameter in self._hidden:
-            # None keeps the place among the module's parameters, and whoever lists them skips it.
-            attributes["_parameters"][name] = None
-            attributes[name] = parameter.sharded
-        for handle in self._handles:
-            handle.parameters[handle.name] = handle.flat
+        for owner, parameter in self._owned:
+            if not owner.plain:  # a module that keeps a second list of its weights has to drop the unsharded ones
+                owner.set(parameter.sharded)
+        self._hide([parameter.sharded for _, _, parameter in self._hidden])
 
     def use_unsharded(self) -> None:
         """Register the unsharded parameters instead of the flat ones."""
@@ -239,9 +213,14 @@ class FlatParameterRegistration(Registration):
 
     def show_unsharded(self) -> None:
         """Register the flat parameters; modules have the unsharded ones as attributes."""
-        for attributes, name, parameter in self._hidden:
+        self._hide([parameter.unsharded for _, _, parameter in self._hidden])
+
+    def _hide(self, shown: Sequence[nn.Parameter]) -> None:
+        """Register the flat parameters, and have the modules' attributes show other ones."""
+        for (attributes, name, _), parameter in zip(self._hidden, shown, strict=True):
+            # None keeps the place among the module's parameters, and whoever lists them skips it.
             attributes["_parameters"][name] = None
-            attributes[name] = parameter.unsharded
+            attributes[name] = parameter
         for handle in self._handles:
             handle.parameters[handle.name] = handle.flat
 
@@ -265,9 +244,3 @@ class FlatParameterRegistration(Registration):
             attributes.pop(name, None)
         for handle in self._handles:
             handle.parameters[handle.name] = None
-
-    def is_registered(self) -> bool:
-        """True if the flat parameters are registered, on the memory that we gave them, and nothing else is."""
-        if not all(handle.is_registered() for handle in self._handles):
-            return False
-        return all(attributes["_parameters"].get(name) is None for attributes, name, _ in self._hidden)

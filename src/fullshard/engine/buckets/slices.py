@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 
 from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather, issue_all_gathers
+from fullshard.engine.buckets.all_gather import FlatAllGather, issue_all_gathers
 from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.reduction.plan import ReductionPlan
@@ -74,49 +72,14 @@ class SliceBucket(BufferBucket):
             parameter.forget_layout(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
 
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        """All of the bucket by an all-gather; a part of it by broadcasts of the ranks on whose slices it lies."""
-        if len(parameters) == len(self.parameters):
-            copies = self._copies(self.layout, self.shard_buffer, dtype)
-            all_gather(copies.all_gather)
-            return copies.values
-        wanted = {id(parameter) for parameter in parameters}
-        slots = [s for p, s in zip(self.parameters, self.layout.slots, strict=True) if id(p) in wanted]
-        begin = min(slot.unsharded_offset for slot in slots)
-        end = max(slot.unsharded_offset + slot.parameter.numel for slot in slots)
-        buffer = Buffer(end - begin, dtype, self.mesh.device)
-        assert self.mesh.shard is not None
-        numel, rank = self.layout.slice_numel, self.mesh.rank
-        edges = [min(max(r * numel, begin), end) - begin for r in range(self.mesh.world_size + 1)]
-        ranges = [(first, last - first) for first, last in pairwise(edges)]
-        held = self.shard_buffer.narrow(0, min(max(begin - rank * numel, 0), numel), ranges[rank][1])
-        gather_ranges(buffer.tensor(0, (end - begin,), (1,)), ranges, held, self.mesh.shard.get_group())
-        return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
-
-    # ---------------------------------------------------------------- reshard to a subgroup
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded buffer, and the slice kept for a subgroup, hold at the moment."""
-        return super().allocated_bytes + (0 if self._subgroup_shard is None else self._subgroup_shard.allocated_bytes)
-
-    def reshard_to_subgroup(self, size: int) -> None:
-        """Keep this rank's slice of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
-        unsharded = self._unsharded
-        if unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
-            return
-        transport, numel = self.mesh.subgroup(size), self.layout.unsharded_numel // size
-        if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
-            shard = Buffer(numel, unsharded.dtype, unsharded.device)
-            own = shard.tensor(0, (numel,), (1,))
-            self._subgroup_all_gather = FlatAllGather(numel, own, unsharded, transport)
-            self._subgroup_shard = shard
-        assert self._subgroup_shard is not None
-        self._subgroup_shard.allocate()
-        kept = self._subgroup_shard.tensor(0, (numel,), (1,))
-        kept.copy_(unsharded.tensor(transport.rank * numel, (numel,), (1,)))
+    def _plan_subgroup(self, unsharded: Buffer, transport: Transport) -> FlatAllGather:
+        numel = self.layout.unsharded_numel // transport.world_size
+        kept = Buffer(numel, unsharded.dtype, unsharded.device)
+        shard = kept.tensor(0, (numel,), (1,))
+        kept.free()
+        source = unsharded.tensor(transport.rank * numel, (numel,), (1,))
+        self._subgroup_shard, self._subgroup_copies = kept, ([shard], [source])
+        return FlatAllGather(numel, shard, unsharded, transport)
 
     # ---------------------------------------------------------------- reduce
 

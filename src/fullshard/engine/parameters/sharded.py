@@ -115,7 +115,7 @@ class ShardedParameter(HeldParts):
     pending_owners: tuple[Owner, ...]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
     sharded: nn.Parameter
     local: torch.Tensor
-    outer: torch.UntypedStorage  # that the DTensor itself refers to, see [Note: Assigned data]
+    outer: torch.UntypedStorage | None = None  # that a DTensor itself refers to, see [Note: Assigned data]
     unsharded: nn.Parameter
     followed: bool  # its flag requires_grad, as the sharded one had it when they were last compared
     reduce_dtype: torch.dtype  # of its gradients
@@ -191,7 +191,8 @@ class ShardedParameter(HeldParts):
 
     def check_data(self) -> None:
         """Raise FullshardError if a value was assigned to the DTensor's ``.data``, see [Note: Assigned data]."""
-        if torch._C._storage_address(self.sharded) != self.outer._cdata:  # type: ignore[attr-defined]
+        outer = self.outer
+        if outer is not None and torch._C._storage_address(self.sharded) != outer._cdata:  # type: ignore[attr-defined]
             raise self.lost_data()
 
     def lost_data(self) -> FullshardError:

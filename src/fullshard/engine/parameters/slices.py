@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
 from fullshard.memory import own_storage
 
@@ -31,12 +31,12 @@ class SliceParameter(ShardedParameter):
         """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
         return FlatLayout.build(tuple(p.shape for p in parameters), world_size=world_size, alignment=alignment)
 
-    def shard_view(self, rank: int) -> ShardView:
+    def shard_view(self, rank: int) -> View:
         """Return the shard of a rank as a view of the whole parameter: 1-D, or all of it where nothing is cut."""
         if self.slot is None or self.placement.mesh.world_size == 1:
-            return ShardView(self.shape.shape, self.shape.stride, 0)
+            return View(0, self.shape.shape, self.shape.stride)
         shard = self.slot.shard(rank)
-        return ShardView((shard.numel,), (1,), shard.start)
+        return View(shard.start, (shard.numel,), (1,))
 
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
         """Make the shard on a buffer of this rank's slice."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from torch.distributed.tensor import DTensor
-
 from fullshard.comm import Slice
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.message import View
+from fullshard.engine.buckets.message import Column, MessageCopy
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedRows, Packing, ReductionPlan
+from fullshard.engine.parameters.tensor_shards import View
+from fullshard.engine.reduction.plan import Packing, ReductionPlan
 from fullshard.layout import FlatLayout
 from fullshard.layout.per_parameter import LAYOUTS_KEPT
 
@@ -36,7 +35,6 @@ def plan_slices(
     ranks, numel = mesh.world_size, layout.slice_numel
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0
-    together = ranks > 1 and mesh.transport.copies_columns
     shards = layout.shards(mesh.rank)
     locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]
     return ReductionPlan(
@@ -49,41 +47,24 @@ def plan_slices(
         slices=(Slice(0, numel, layout.unsharded_numel * storage.reduce_dtype.itemsize),),
         direct={},
         packed=tuple(part for part in ((0, numel), (numel, count)) if part[1]),
-        packing=_rows(layout) if together else _copies(layout, communicates),
-        dtensors=isinstance(parameters[0].sharded, DTensor),
+        packing=_packing(layout, communicates=communicates, by_columns=ranks > 1 and mesh.transport.copies_columns),
         together=parameters[0].optimized is not parameters[0].sharded,
     )
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
-def _rows(layout: FlatLayout) -> Packing:
-    """Pack gradients in the order of memory, each as one row, zeros between them, and all ranks' presence numbers."""
-    rows, end = [], 0
-    for index, slot in sorted(enumerate(layout.slots), key=lambda each: each[1].unsharded_offset):
-        numel, gap = slot.parameter.numel, slot.unsharded_offset - end
-        if numel:
-            rows += [PackedRows(gap, None, (1, gap))] if gap else []
-            rows.append(PackedRows(numel, index, (1, numel)))
-            end = slot.unsharded_offset + numel
-    gap, numbers = layout.unsharded_numel - end, layout.world_size * len(layout.slots)
-    rows += [PackedRows(gap, None, (1, gap))] if gap else []
-    rows.append(PackedRows(numbers, len(layout.slots), (1, numbers)))
-    return Packing(layout.unsharded_numel + numbers, 1, rows=rows)
-
-
-@lru_cache(maxsize=LAYOUTS_KEPT)
-def _copies(layout: FlatLayout, communicates: bool) -> Packing:
-    """Pack gradients, and all ranks' presence numbers, by copies."""
+def _packing(layout: FlatLayout, *, communicates: bool, by_columns: bool) -> Packing:
+    """Pack gradients in the order of memory, zeros between them, and behind them all ranks' presence numbers."""
     ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots) if communicates else 0
-    gaps, end = [], 0
-    for slot in layout.in_memory_order:
-        gaps.append(View(end, (slot.unsharded_offset - end,), (1,)))
-        end = slot.unsharded_offset + slot.parameter.numel
-    gaps.append(View(end, (sent - end,), (1,)))
-    copies = []
-    for index, slot in enumerate(layout.slots):
-        numel = slot.parameter.numel
-        copies.append(PackCopy(index, View(0, (numel,), (1,)), View(slot.unsharded_offset, (numel,), (1,))))
-    if count:
-        copies.append(PackCopy(count, None, View(sent, (ranks, count), (count, 1))))
-    return Packing(0 if ranks == 1 else sent + count * ranks, 1, copies, [gap for gap in gaps if gap.shape != (0,)])
+    spans = [(slot.unsharded_offset, slot.parameter.numel, index) for index, slot in enumerate(layout.slots)]
+    columns, copies, gaps, end = [], [], [], 0
+    for offset, numel, index in [*sorted(spans), (sent, ranks * count, len(spans))]:
+        if offset > end:
+            columns.append(Column(offset - end, None, (1, offset - end)))
+            gaps.append(View(end, (offset - end,), (1,)))
+        if numel:
+            columns.append(Column(numel, index, (1, numel)))
+            copies.append(MessageCopy(index, View(0, (numel,), (1,)), View(offset, (numel,), (1,))))
+        end = offset + numel
+    numel = 0 if ranks == 1 else end
+    return Packing(numel, 1, columns=columns) if by_columns else Packing(numel, 1, copies, gaps)
