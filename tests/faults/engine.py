@@ -243,8 +243,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/buckets/slices.py",
-        "source = unsharded.tensor(transport.rank * numel, (numel,), (1,))",
-        "source = unsharded.tensor(0, (numel,), (1,))",
+        "unsharded.tensor(rank * shard.numel(), ",
+        "unsharded.tensor(0, ",
         "Backward gathers the slice of the first rank of a subgroup from all of them.",
         ("engine/test_ragged.py",),
     ),

@@ -28,7 +28,6 @@ ALL_GATHERS = ("_all_gather", "_subgroup_all_gather")  # of a bucket
 BUFFERS = {  # attributes of a bucket or an all-gather
     "_unsharded": "",
     "_subgroup_shard": " (neighbors)",
-    "_input": " (wire)",
     "_message": " (message)",
 }
 _messages: weakref.WeakKeyDictionary[Buffer, ReductionPlan] = weakref.WeakKeyDictionary()  # of reductions, by plan

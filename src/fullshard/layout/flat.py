@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, check_disjoint, picture_lines, span
 
@@ -64,6 +64,7 @@ class FlatLayout:
     slots: tuple[FlatSlot, ...]  # in the order of the parameters given, which need not be that in memory
     world_size: int
     slice_numel: int  # of every rank's shard buffer
+    message_numel: ClassVar[int] = 0  # nothing is packed
 
     @classmethod
     @lru_cache(maxsize=LAYOUTS_KEPT)
@@ -102,11 +103,6 @@ class FlatLayout:
         extents = ((slot.unsharded_offset, slot.parameter.numel, slot.parameter.fqn, 1) for slot in self.slots)
         check_disjoint(extents, self.unsharded_numel, "unsharded buffer")
 
-    @property
-    def in_memory_order(self) -> list[FlatSlot]:
-        """The slots as they lie in the unsharded buffer."""
-        return sorted(self.slots, key=lambda slot: (slot.unsharded_offset, slot.parameter.numel))
-
     def shards(self, rank: int) -> tuple[FlatShard, ...]:
         """The parts of all parameters that ``rank`` holds."""
         return _shards(self, rank)
@@ -115,6 +111,16 @@ class FlatLayout:
     def unsharded_numel(self) -> int:
         """Elements of the unsharded buffer."""
         return self.slice_numel * self.world_size
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard buffer."""
+        return self.slice_numel
+
+    @property
+    def in_place(self) -> list[tuple[int, int, int]]:
+        """What is gathered straight into the unsharded buffer: the slice."""
+        return [(0, self.slice_numel, 0)] if self.slice_numel else []
 
     @property
     def padding(self) -> int:

@@ -321,6 +321,11 @@ class PerParameterLayout:
                     f"{slot.parameter.fqn}: {slot.route} parameter on the wrong side of the packed message"
                 )
 
+    @cached_property
+    def in_place(self) -> list[tuple[int, int, int]]:
+        """Shards that are gathered straight into the unsharded buffer: offset, elements, and where all of them lie."""
+        return [(s.shard_offset, s.shard_numel, s.unsharded_offset) for s in self.slots if s.in_place]
+
     def picture(self) -> str:
         """Draw the unsharded buffer and every rank's shard buffer, one cell per parameter."""
         cells = [

@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, register_placement, with_dtype
-from fullshard.engine.parameters.ranges import gather_ranges
-from fullshard.engine.parameters.tensor_shards import IrregularDTensor, View, regions_of_slice
+from fullshard.engine.parameters.tensor_shards import IrregularDTensor, View, gather_ranges, regions_of_slice
 from fullshard.layout import Region
 from fullshard.ragged.placement import RaggedShard, hashed, part_here, ragged_placement, view_here
 

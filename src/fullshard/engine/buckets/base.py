@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather
+from fullshard.engine.buckets.all_gather import BucketAllGather, ShardAllGather
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.reduction.grad_reduction import GradReduction, PartialReduceOutput, ReductionTerms
-from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
@@ -70,7 +69,7 @@ class Bucket:
         storage: Dtypes and devices of shards, unsharded parameters and gradients.
     """
 
-    has_parts: bool = True  # `parts` knows what of an unsharded value this rank holds
+    has_parts: bool = True  # no tensor subclasses that say themselves what is all-gathered: `local_part` cuts values
     parameters: list[ShardedParameter]
     mesh: ShardMesh
     storage: Storage
@@ -143,15 +142,18 @@ class Bucket:
         """
 
     def needs_rebuild(self) -> bool:
-        """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
-        return any(has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters)
+        """Return True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
+        return self.has_parts and any(
+            has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters
+        )
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
         """Indices of the parameters that a reduction takes if these have gradients."""
         return tuple(sorted(trainable))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return plan_per_parameter(parameters, self.mesh, self.storage)
+        """Plan the reduction of some parameters of the bucket."""
+        raise NotImplementedError
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         """Those that fill the unsharded parameters, which need to exist only once they have arrived."""
@@ -339,7 +341,7 @@ class BufferBucket(Bucket):
             self._move_shards()
         if self._unsharded is not None:
             self._unsharded.allocate()  # the plan takes tensors on it
-            self._all_gather = self._make_all_gather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
+            self._all_gather = ShardAllGather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
             self._unsharded.free()
 
     @property
@@ -356,10 +358,6 @@ class BufferBucket(Bucket):
 
     def _move_shards(self) -> None:
         """Lay out the shard buffer anew if the layout depends on the transport."""
-
-    def _make_all_gather(self, layout: Any, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> Any:
-        """The all-gather that fills ``unsharded`` from ``shard``, by a layout of this bucket's kind."""
-        raise NotImplementedError
 
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """The shard of one parameter on a buffer that is laid out as the shard buffer."""
@@ -378,7 +376,7 @@ class BufferBucket(Bucket):
         """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
         shard = self._gradient_shards() if gradients else self.shard_buffer
         buffer = Buffer(self.layout.unsharded_numel, shard.dtype, self.mesh.device)
-        all_gather = self._make_all_gather(self.layout, shard, buffer, self.mesh.exact_transport)
+        all_gather = ShardAllGather(self.layout, shard, buffer, self.mesh.exact_transport)
         slots: Sequence[Slot | FlatSlot] = self.layout.slots
         values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in slots]
         return UnshardedCopies(all_gather, values, buffer)
@@ -407,6 +405,22 @@ class BufferBucket(Bucket):
 
     def _plan_subgroup(self, unsharded: Buffer, transport: Transport) -> BucketAllGather:
         """Make what this rank keeps for a subgroup, the copies into it, and the all-gather from it."""
+        layout = self._subgroup_layout(transport)
+        self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
+        shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
+        self._subgroup_copies = self._subgroup_parts(layout, shard, unsharded, transport.rank)
+        all_gather = ShardAllGather(layout, shard, unsharded, transport)
+        self._subgroup_shard.free()
+        return all_gather
+
+    def _subgroup_layout(self, transport: Transport) -> Any:
+        """Lay out the parameters, in the same unsharded buffer, over the ranks of a subgroup."""
+        raise NotImplementedError
+
+    def _subgroup_parts(
+        self, layout: Any, shard: torch.Tensor, unsharded: Buffer, rank: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of a subgroup's shard, and of the parts of the unsharded buffer that it holds."""
         raise NotImplementedError
 
     def free_subgroup_shard(self) -> None:
@@ -423,7 +437,7 @@ class BufferBucket(Bucket):
                 parameter.set_unsharded(alias(parameter.local, 0, shape.shape, shape.stride), reduce_dtype)
             return
         unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
-        all_gather = self._make_all_gather(self.layout, shard, unsharded, self.mesh.transport)
+        all_gather = ShardAllGather(self.layout, shard, unsharded, self.mesh.transport)
         slots: Sequence[Slot | FlatSlot] = self.layout.slots
         for parameter, slot in zip(self.parameters, slots, strict=True):
             shape, offset = parameter.shape, slot.unsharded_offset

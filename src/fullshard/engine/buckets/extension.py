@@ -28,8 +28,10 @@ from fullshard.comm import CommRequest, Operand, Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.base import POST_ALL_GATHER, PRE_ALL_GATHER, RELEASES_OUTPUTS, Bucket, UnshardedCopies
+from fullshard.engine.buckets.per_parameter import plan_per_parameter
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
+from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import (
@@ -123,9 +125,8 @@ class ExtensionBucket(Bucket):
             "fullshard.unsharded"
         )
 
-    def needs_rebuild(self) -> bool:
-        """False: it has all-gather hooks already."""
-        return False
+    def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         return list(self.all_gathers)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
 from torch import nn
 
 from fullshard.comm.mesh import ShardMesh
@@ -22,27 +21,16 @@ from fullshard.engine.parameters.sharded import Owner, ShardedParameter, value_o
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.policy import MixedPrecisionPolicy
 
-__all__ = ["PER_PARAMETER", "BucketKey", "FlatShardingFormat", "ShardingFormat", "added_layouts"]
+__all__ = ["PER_PARAMETER", "FlatShardingFormat", "ShardingFormat", "added_layouts"]
 
 FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a module
-
-
-class BucketKey(NamedTuple):
-    """The properties that the parameters of a bucket share; the last is whatever else the format keeps apart."""
-
-    mesh: ShardMesh
-    dtype: torch.dtype
-    on_meta: bool
-    at_rest: torch.device
-    param_dtype: torch.dtype | None  # as of ShardedParameter
-    reduced_by: torch.dtype | None
-    group: object
 
 
 class ShardingFormat:
     """Per-parameter sharding: each parameter is a DTensor with ``Shard(0)``, or another dim that the user chose."""
 
     reduces_gradients_alone: bool = False  # as communication hooks need it: no other numbers in their message
+    has_flat_parameters: bool = False  # they are what is registered, and the original ones are attributes beside them
     _parameter_class: type[ShardedParameter] = ShardedParameter
 
     def parameter(
@@ -50,11 +38,6 @@ class ShardingFormat:
     ) -> ShardedParameter:
         """Make the sharded parameter for one that no unit manages yet."""
         return self._parameter_class.of(parameter, owner, fqn, placement)
-
-    @property
-    def has_flat_parameters(self) -> bool:
-        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
-        return False
 
     def shows_kept(self, *, for_backward: bool) -> bool:
         """True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
@@ -72,8 +55,8 @@ class ShardingFormat:
         """True if a parameter that another unit has kept is of this format's class."""
         return type(parameter) is self._parameter_class
 
-    def group(self, parameter: ShardedParameter) -> BucketKey:
-        """Return the key of the bucket: parameters with equal ones share it."""
+    def group(self, parameter: ShardedParameter) -> tuple[object, ...]:
+        """Return what the parameters of a bucket share: those with equal keys are in one."""
         value = value_of(parameter.sharded)
         apart: object
         if isinstance(parameter, SliceParameter):
@@ -82,9 +65,8 @@ class ShardingFormat:
             apart = SliceParameter, parameter.requires_grad if together is None else together
         else:
             apart = has_all_gather_hooks(value, parameter.fqn)
-        mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
-        asked = parameter.param_dtype, parameter.reduced_by
-        return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, *asked, apart)
+        placed = parameter.placement.mesh, value.device.type == "meta", parameter.at_rest
+        return *placed, value.dtype, parameter.param_dtype, parameter.reduced_by, apart
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
@@ -122,6 +104,7 @@ class FlatShardingFormat(ShardingFormat):
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = None if module is None else weakref.ref(module)
+        self.has_flat_parameters = module is not None
 
     def parameter(
         self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
@@ -141,11 +124,6 @@ class FlatShardingFormat(ShardingFormat):
     def shows_kept(self, *, for_backward: bool) -> bool:
         """As FSDP1: original parameters only for backward; those in flat parameters as long as they are there."""
         return for_backward or self.has_flat_parameters
-
-    @property
-    def has_flat_parameters(self) -> bool:
-        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
-        return self._module is not None
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.base import Transport
+from fullshard.comm import Transport, slices_of
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import PerParameterAllGather
 from fullshard.engine.buckets.base import BufferBucket
-from fullshard.engine.buckets.message import lay_out
+from fullshard.engine.buckets.message import lay_out, map_message
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.layout import PerParameterLayout, Slot
+from fullshard.engine.parameters.tensor_shards import View
+from fullshard.engine.reduction.plan import Packing, ReductionPlan
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.memory import Buffer, own_storage
 
-__all__ = ["PerParameterBucket"]
+__all__ = ["PerParameterBucket", "plan_per_parameter"]
 
 
 class PerParameterBucket(BufferBucket):
@@ -53,27 +54,70 @@ class PerParameterBucket(BufferBucket):
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         return _shard_of(buffer, self.layout.slots[index], self.mesh.rank)
 
-    def _make_all_gather(
-        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
-    ) -> PerParameterAllGather:
-        return PerParameterAllGather(layout, shard, unsharded, transport)
+    def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
-    def _plan_subgroup(self, unsharded: Buffer, transport: Transport) -> PerParameterAllGather:
+    def _subgroup_layout(self, transport: Transport) -> PerParameterLayout:
         shapes = [parameter.shape for parameter in self.parameters]
-        layout = lay_out(shapes, transport, unsharded.dtype.itemsize, within=self.layout)
-        kept = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
-        shard = kept.tensor(0, (layout.shard_numel,), (1,))
+        return lay_out(shapes, transport, self.storage.param_dtype.itemsize, within=self.layout)
+
+    def _subgroup_parts(
+        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, rank: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = [], []
         for slot in layout.slots:
-            own, rows = slot.parameter, slot.local_shape(transport.rank)
-            start = slot.local_rows(transport.rank)[0] * (own.stride[own.cut] if rows else 0)
-            targets.append(_shard_of(shard, slot, transport.rank))
+            own, rows = slot.parameter, slot.local_shape(rank)
+            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
+            targets.append(_shard_of(shard, slot, rank))
             sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
-        kept.free()
-        self._subgroup_shard, self._subgroup_copies = kept, (targets, sources)
-        return PerParameterAllGather(layout, shard, unsharded, transport)
+        return targets, sources
 
 
 def _shard_of(buffer: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """Return the rows of one parameter that ``rank`` holds, as a view of a shard buffer."""
     return buffer.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset)
+
+
+def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> ReductionPlan:
+    """Plan the reduction of some parameters of a bucket. They are laid out anew, and behind them presence numbers."""
+    dtype = storage.reduce_dtype
+    shapes = [parameter.shape for parameter in parameters]
+    communicates, in_place = mesh.world_size > 1 or mesh.replicas > 1, mesh.world_size == 1
+    if communicates:
+        shapes.append(ParameterShape("<presence>", (len(parameters),), (1,), replicated=True))
+    layout = lay_out(
+        shapes,
+        mesh.replica_transport if in_place else mesh.transport,
+        min(dtype.itemsize, *(p.gradient_dtype.itemsize for p in parameters)),
+        "all_reduce" if in_place else "reduce_scatter",
+        copied=not in_place and storage.param_dtype is not dtype,
+        ranks=mesh.world_size,
+    )
+    repeated = len(parameters) if communicates else None
+    columns, copies = map_message(layout, mesh.transport, unpack=False, repeated=repeated)
+    # Without a shard axis, direct gradients are tensors of shards themselves.
+    start = layout.message_offset if in_place else 0
+    direct: dict[int, Slot] = {}
+    views = []
+    for index, slot in enumerate(layout.slots):
+        tensor, offset = 0, slot.shard_offset - start
+        if slot.route is Route.DIRECT:
+            direct[index] = slot
+            if in_place:
+                tensor, offset = len(direct), 0
+        views.append((tensor, View(offset, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank))))
+    numel = layout.message_numel
+    return ReductionPlan(
+        parameters=tuple(parameters),
+        mesh=mesh,
+        storage=storage,
+        views=tuple(views[: len(parameters)]),
+        presence=views[-1][1] if communicates else None,
+        shards_numel=layout.shard_numel - start,
+        slices=slices_of(layout, start, dtype.itemsize),
+        direct=direct,
+        packed=((layout.message_offset, numel),) if numel else (),
+        packing=Packing(0 if in_place else numel * mesh.world_size, mesh.world_size, copies, columns=columns),
+        # Nothing is packed between gradients, nor behind the last rows where ranks do not have equally many.
+        zeroes_message=mesh.transport.reads_padding or mesh.replica_transport.reads_padding,
+    )

@@ -25,7 +25,6 @@ from torch.distributed.tensor.placement_types import Shard
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, region_at
-from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import (
     accumulate_gradient,
     clear_gradient,
@@ -40,6 +39,7 @@ from fullshard.engine.parameters.tensor_shards import (
     TensorShard,
     TensorShards,
     full_tensor,
+    gather_ranges,
     regions_of_slice,
 )
 from fullshard.errors import FullshardError

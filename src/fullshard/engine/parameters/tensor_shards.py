@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, broadcast, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -33,6 +34,7 @@ __all__ = [
     "TensorShards",
     "View",
     "full_tensor",
+    "gather_ranges",
     "local_of",
     "regions_of_slice",
     "sharded_axes",
@@ -277,3 +279,33 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
     if local.device.type != mesh.device_type:  # offloaded, but its group communicates on the accelerator
         value = dtensor_like(local.to(mesh.device_type), value)
     return value.full_tensor()
+
+
+def gather_ranges(
+    whole: torch.Tensor, ranges: Iterable[tuple[int, int]], local: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    """Gather the ranges of elements, in the order of memory, that each rank of a group holds of a tensor. A collective.
+
+    Few ranks hold any of one tensor, and each range is received in place.
+
+    Args:
+        whole: Dense memory of the tensor, to be filled.
+        ranges: First element and number of elements of each rank.
+        local: This rank's elements, dense.
+        group: The process group.
+    """
+    flat, works = whole.as_strided((whole.numel(),), (1,)), []
+    traced = torch.compiler.is_compiling()  # into a graph, which has no collectives that write to what they are given
+    for source, (start, numel) in enumerate(ranges):
+        part = flat.narrow(0, start, numel)
+        if numel and source == group.rank():
+            part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
+        if not numel or group.size() == 1:
+            continue
+        if traced:
+            part.copy_(wait_tensor(broadcast(part, source, group)))  # type: ignore[no-untyped-call]
+        else:
+            works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()
