@@ -57,7 +57,7 @@ class RaggedParameter(SliceParameter):
         return granule_of(self.shape, self.granularity) % row == 0
 
     def ragged_placement(self) -> RaggedShard:
-        """The placement on the shard axis; laid out parameters only."""
+        """Return the placement on the shard axis of a parameter that was laid out."""
         assert self.slot is not None, f"{self.fqn} was not laid out"
         return RaggedShard(self.slot, by_rows=self.by_rows)
 
@@ -125,5 +125,5 @@ class RaggedShardingFormat(ShardingFormat):
         return made
 
     def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of a class of this format."""
+        """Return True if a parameter that another unit has kept is of a class of this format."""
         return type(parameter) is RaggedParameter or super().accepts(parameter)

@@ -32,7 +32,7 @@ class BucketAllGather:
         """Prepare what this rank sends; on the communication stream."""
 
     def request(self, unit: str) -> CommRequest:
-        """The operands of the all-gather."""
+        """Return the operands of the all-gather."""
         raise NotImplementedError
 
     def copy_out(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -167,7 +167,7 @@ class ShardAllGather(BucketAllGather):
         return message.narrow(0, self.transport.rank * numel, numel)
 
     def request(self, unit: str) -> CommRequest:
-        """The operands of the all-gather."""
+        """Return the operands of the all-gather."""
         if self._transport_memory is None:
             return CommRequest(unit, self._operands)
         *in_place, packed = self._operands

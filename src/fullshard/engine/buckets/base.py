@@ -32,7 +32,7 @@ RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather
 
 
 def has_all_gather_hooks(value: torch.Tensor, fqn: str) -> bool:
-    """True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
+    """Return True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
 
     Raises:
         TypeError: If it has only some of the methods of [Note: Extensions], or the first takes a wrong number of
@@ -128,7 +128,7 @@ class Bucket:
         raise NotImplementedError
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters in the shards' own dtype, to be read or edited.
+        """Make copies of the unsharded parameters in the shards' own dtype, to be read or edited.
 
         Args:
             gradients: Their gradients instead, zeros where there are none.
@@ -136,7 +136,7 @@ class Bucket:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Before the parameters are laid out anew, with others: have them hold what every layout can start from.
+        """Have the parameters hold values that every layout can start from, before they are laid out with others.
 
         A collective, unless the shards are that.
         """
@@ -148,7 +148,7 @@ class Bucket:
         )
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
-        """Indices of the parameters that a reduction takes if these have gradients."""
+        """Return the indices of the parameters that a reduction takes if those of ``trainable`` have gradients."""
         return tuple(sorted(trainable))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
@@ -156,7 +156,7 @@ class Bucket:
         raise NotImplementedError
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
-        """Those that fill the unsharded parameters, which need to exist only once they have arrived."""
+        """Return the all-gathers that fill the unsharded parameters, which need to exist only after their arrival."""
         raise NotImplementedError
 
     def _free(self) -> None:
@@ -164,14 +164,14 @@ class Bucket:
         raise NotImplementedError
 
     def _where(self, index: int) -> str:
-        """How a parameter is cut and sent, as it has to be on all ranks."""
+        """Describe how a parameter is cut and sent, which has to be equal on all ranks."""
         dim = self.parameters[index].placement.shard_dim
         return "not cut" if dim is None else f"cut along dim {dim}"
 
     # ---------------------------------------------------------------- unshard and reshard
 
     def launch_name(self, unit: str, numbers: dict[tuple[str, int], int]) -> UnitName:
-        """The name of its unit for launches, by which ranks compare how the parameters are cut and sent.
+        """Return the name of the unit for launches, by which ranks compare how the parameters are cut and sent.
 
         Args:
             unit: Its name.
@@ -195,7 +195,7 @@ class Bucket:
         return self._name
 
     def described(self, name: UnitName) -> str:
-        """What all ranks have to have alike, a line for each parameter: its cuts and dtypes, and whether it trains."""
+        """Describe cuts, dtypes and flags of the parameters, a line for each; the text has to be equal on all ranks."""
         lines = PROGRESS.layouts[name.layout].split("\n")
         if torch.is_grad_enabled():  # else it does not matter
             lines = [
@@ -205,7 +205,7 @@ class Bucket:
         return "\n".join(lines)
 
     def prepare_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
-        """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
+        """Return the all-gathers to be issued to fill the unsharded parameters; none if that was done.
 
         Args:
             from_subgroup: From the subgroup, if ``reshard_to_subgroup`` was called since the last reshard.
@@ -295,11 +295,6 @@ class Bucket:
         self._has_unreduced_grads.clear()
         self.partial_reduce_output.drop()
 
-    @property
-    def plans(self) -> list[ReductionPlan]:
-        """The plans of reductions that are in use so far."""
-        return list(self._plans.values())
-
 
 class BufferBucket(Bucket):
     """A bucket with one shard buffer, and at most one unsharded buffer.
@@ -350,7 +345,7 @@ class BufferBucket(Bucket):
         return self.layout.unsharded_numel * self.storage.param_dtype.itemsize
 
     def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
-        """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
+        """Make zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
         if self.storage.offload and value.device.type != "meta":
             return host_buffer(numel, value.dtype, pin=self.storage.pin_memory).zero_()
         device = value.device if value.device.type == "meta" else self.parameters[0].at_rest
@@ -360,11 +355,11 @@ class BufferBucket(Bucket):
         """Lay out the shard buffer anew if the layout depends on the transport."""
 
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """The shard of one parameter on a buffer that is laid out as the shard buffer."""
+        """Return the shard of one parameter on a buffer that is laid out as the shard buffer."""
         raise NotImplementedError
 
     def _gradient_shards(self) -> torch.Tensor:
-        """The sharded gradients as they lie in the shard buffer, zeros where there are none."""
+        """Copy the sharded gradients to a buffer that is laid out as the shard buffer, zeros where there are none."""
         dtype = reduce(torch.promote_types, (parameter.gradient_dtype for parameter in self.parameters))
         shard = torch.zeros_like(self.shard_buffer, dtype=dtype)
         for index, parameter in enumerate(self.parameters):
@@ -373,7 +368,7 @@ class BufferBucket(Bucket):
         return shard
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
+        """Make copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
         shard = self._gradient_shards() if gradients else self.shard_buffer
         buffer = Buffer(self.layout.unsharded_numel, shard.dtype, self.mesh.device)
         all_gather = ShardAllGather(self.layout, shard, buffer, self.mesh.exact_transport)

@@ -77,7 +77,7 @@ class ExtensionBucket(Bucket):
             self.all_gathers.append(ExtensionAllGather(parameter, slot, mesh, storage, policy))
 
     def _local(self, parameter: ShardedParameter, slot: Slot, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, in memory of their own, made with the few operations that such subclasses have."""
+        """Cut this rank's rows, in separate memory, with the few operations that such subclasses have."""
         rank, cut = self.mesh.rank, slot.parameter.cut
         shape = slot.local_shape(rank)
         # The rows already; on a single rank they are all rows, which are not copied either.
@@ -202,7 +202,7 @@ class ExtensionAllGather(BucketAllGather):
             buffer.allocate()
 
     def request(self, unit: str) -> CommRequest:
-        """One operand per inner tensor. On a single rank they are copied too: the unsharded parameter frees its own."""
+        """Make one operand per inner tensor: a single rank copies too, as the unsharded parameter frees its memory."""
         pairs = zip(self._inputs, self.buffers, strict=True)
         return CommRequest(unit, [Operand(sent, b.tensor(0, (b.numel,), (1,))) for sent, b in pairs if b.numel])
 
@@ -303,7 +303,7 @@ class ExtensionAllGather(BucketAllGather):
 
 
 def _inner_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The tensors that a subclass consists of; a plain tensor itself."""
+    """Return the tensors that a subclass consists of; a plain tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 

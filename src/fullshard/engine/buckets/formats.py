@@ -40,7 +40,7 @@ class ShardingFormat:
         return self._parameter_class.of(parameter, owner, fqn, placement)
 
     def shows_kept(self, *, for_backward: bool) -> bool:
-        """True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
+        """Return True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
 
         Args:
             for_backward: They stay from forward to backward, because the user has chosen so.
@@ -48,11 +48,11 @@ class ShardingFormat:
         return True
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
-        """The same format for a deep copy whose modules are in ``memo``."""
+        """Return the same format for a deep copy whose modules are in ``memo``."""
         return self
 
     def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of this format's class."""
+        """Return True if a parameter that another unit has kept is of this format's class."""
         return type(parameter) is self._parameter_class
 
     def group(self, parameter: ShardedParameter) -> tuple[object, ...]:
@@ -122,11 +122,11 @@ class FlatShardingFormat(ShardingFormat):
         return super().parameter(parameter, owner, fqn, placement)
 
     def shows_kept(self, *, for_backward: bool) -> bool:
-        """As FSDP1: original parameters only for backward; those in flat parameters as long as they are there."""
+        """Show original parameters for backward only, and those in flat parameters while they are there, as FSDP1."""
         return for_backward or self.has_flat_parameters
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
-        """The same format for a deep copy whose modules are in ``memo``."""
+        """Return the same format for a deep copy whose modules are in ``memo``."""
         return self if self._module is None else FlatShardingFormat(memo[id(self._module())])
 
     def bucket(
@@ -203,7 +203,7 @@ class FlatParameterRegistration(Registration):
             handle.parameters[handle.name] = handle.flat
 
     def holds_unsharded(self) -> bool:
-        """True: those that modules have as attributes cannot be replaced."""
+        """Return True: parameters that modules have as attributes cannot be replaced."""
         return True
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:

@@ -112,13 +112,13 @@ class FlatShardedParameter(SliceParameter):
         super().forget_layout(value)
 
     def is_registered(self) -> bool:
-        """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
+        """Return True if the modules still hold the managed parameter and it still lies in the shard buffer."""
         if self.handle is not None:
             return self.handle.is_registered() and all(owner.held() is None for owner in self.owners)
         return self.is_in_place() and all(owner.held() is self.sharded for owner in self.owners)
 
     def is_in_place(self) -> bool:
-        """True if the data of the parameter object is still its view of the shard buffer."""
+        """Return True if the data of the parameter object is still its view of the shard buffer."""
         sharded, local = self.sharded, self.local
         if sharded.shape != local.shape:
             return False
@@ -128,7 +128,7 @@ class FlatShardedParameter(SliceParameter):
         return sharded.data_ptr() == local.data_ptr()
 
     def is_assigned(self) -> bool:
-        """True if a module holds another parameter object than the one that is managed, or visible."""
+        """Return True if a module holds another parameter object than the one that is managed, or visible."""
         return super().is_assigned() if self.handle is None else self.handle.is_assigned()
 
     def accept_replacement(self) -> nn.Parameter:
@@ -280,7 +280,7 @@ class FlatShardedParameter(SliceParameter):
             self.refuse_own_gradient()
 
     def take_requires_grad(self) -> None:
-        """As users have set it on the unsharded parameter: in a visible flat parameter, all have the flag of that."""
+        """Take the flag of the unsharded parameter, or keep that of the flat parameter, which all in it have."""
         if self.handle is None:
             super().take_requires_grad()
         else:
@@ -381,12 +381,12 @@ class FlatParamHandle:
         self._describe()
 
     def is_registered(self) -> bool:
-        """True if the flat parameter is registered and on the shard buffer."""
+        """Return True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
         return not self.is_assigned() and flat.data_ptr() == self._address
 
     def is_assigned(self) -> bool:
-        """True if the module holds another parameter object."""
+        """Return True if the module holds another parameter object."""
         return self.parameters.get(self.name) is not self.flat
 
     @property

@@ -102,7 +102,7 @@ class GradReduction:
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:
-        """The operands of the reduce-scatter."""
+        """Return the operands of the reduce-scatter."""
         return CommRequest(unit, self._operands, self.terms.scatter)
 
     def end_reduce_scatter(self) -> bool:
@@ -128,7 +128,7 @@ class GradReduction:
     # ---------------------------------------------------------------- second stage: all-reduce over replicas
 
     def all_reduce_request(self, unit: str) -> CommRequest:
-        """The operands of the all-reduce."""
+        """Return the operands of the all-reduce."""
         return CommRequest(unit, self.plan.all_reduce_operands(self.tensors), self.terms.replicas)
 
     # ---------------------------------------------------------------- third stage: sharded gradients
@@ -158,7 +158,7 @@ class GradReduction:
         self.tensors = self._finalized
 
     def is_of_same_bucket(self, other: GradReduction) -> bool:
-        """True if the gradients of both are accumulated into the same parameters."""
+        """Return True if the gradients of both are accumulated into the same parameters."""
         return self._partial_reduce_output is other._partial_reduce_output
 
     @property

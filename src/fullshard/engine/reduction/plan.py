@@ -96,7 +96,7 @@ class Packing:
         torch._chunk_cat(parts, 0, self.ranks, out=memory.view(self.ranks, -1))
 
     def _padding(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""
+        """Return zeros for every rank: kept ones, unless as many as of a missing gradient, which may be a large parameter's."""
         found = self._zeros.get((numel, dtype))
         if found is None:
             found = torch.zeros((self.ranks, numel), dtype=dtype, device=device)
@@ -167,7 +167,7 @@ class ReductionPlan:
     # ---------------------------------------------------------------- gradients as they are sent
 
     def inputs(self, gradients: Gradients, *, writable: bool) -> Gradients:
-        """Gradients (unsharded, one per parameter, None where there are none) as they are sent, and presence numbers.
+        """Bring gradients (unsharded, None where there are none) into what is sent, and add presence numbers.
 
         Direct ones become flat, padded to equal shards. ``gradients`` is emptied, so that each is freed as soon as it
         is cast.
@@ -202,7 +202,7 @@ class ReductionPlan:
         return copy
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
-        """The presence numbers, in a row for each rank: kept, because making some copies them to the device."""
+        """Return the presence numbers, in a row for each rank: kept, because making some copies them to the device."""
         present, kept = tuple(gradient is not None for gradient in gradients), self._presence_numbers
         if present not in kept:
             if len(kept) >= MAX_PRESENCES_KEPT:
@@ -219,7 +219,7 @@ class ReductionPlan:
     # ---------------------------------------------------------------- operands
 
     def new_shards(self, inputs: Gradients, *, zeros: bool) -> list[torch.Tensor]:
-        """The tensors of shards, contents undefined unless ``zeros``."""
+        """Make the tensors of shards, contents undefined unless ``zeros``."""
         first = empty(self.shards_numel, self.dtype, self.mesh.device)
         if zeros:
             first.zero_()
@@ -227,7 +227,7 @@ class ReductionPlan:
         return [first, *(each for each in direct if each is not None)]
 
     def pieces_of(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first tensor of shards, cut where operands of the reduce-scatter begin and end; none if in place.
+        """Cut the first tensor of shards where operands of the reduce-scatter begin and end; no pieces if in place.
 
         One call makes all of them, where a view of each takes several times as long.
         """
@@ -257,7 +257,7 @@ class ReductionPlan:
     def direct_operands(
         self, inputs: Gradients, shards: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
     ) -> list[Operand]:
-        """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
+        """Return the operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
         if self.reduces_in_place:
             return [Operand(each, each) for each in shards]
         return [
@@ -267,7 +267,7 @@ class ReductionPlan:
         ]
 
     def packed_operands(self, pieces: Sequence[torch.Tensor], message: torch.Tensor) -> list[Operand]:
-        """The operands that reduce-scatter the message into the first tensor of shards."""
+        """Return the operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
         for piece, slices in self._pieces.packed:
             sent = pieces[piece].numel() * self.mesh.world_size
@@ -277,7 +277,7 @@ class ReductionPlan:
         return operands
 
     def all_reduce_operands(self, shards: Sequence[torch.Tensor]) -> list[Operand]:
-        """The operands that all-reduce the tensors of shards over replicas."""
+        """Return the operands that all-reduce the tensors of shards over replicas."""
         first, *direct = shards
         if self.mesh.replica_transport.hooked:  # the first operand is for the hook: gradients only
             assert not direct, "communication hooks are for flattened parameters"
@@ -303,7 +303,7 @@ class ReductionPlan:
 
 
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
+    """Return ``gradient`` with the parameter's dtype and strides: nearly always it has them already."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     if gradient.is_complex():
