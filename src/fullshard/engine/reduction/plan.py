@@ -96,7 +96,7 @@ class Packing:
         torch._chunk_cat(parts, 0, self.ranks, out=memory.view(self.ranks, -1))
 
     def _padding(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return zeros for every rank: kept ones, unless as many as of a missing gradient, which may be a large parameter's."""
+        """Return zeros for every rank, which are kept unless they are as many as a large missing gradient has."""
         found = self._zeros.get((numel, dtype))
         if found is None:
             found = torch.zeros((self.ranks, numel), dtype=dtype, device=device)
