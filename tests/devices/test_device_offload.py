@@ -196,8 +196,9 @@ def test_a_fraction_of_the_state(rank: Rank) -> None:
             model.reshard()
             held.append(torch.get_device_module(rank.device).memory_allocated() - before)
             del model, module, optimizer
-    # Shards, gradients and two tensors of state; the allocator rounds biases up to 512 bytes.
-    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.03)
+    # Shards, gradients and two tensors of state. The allocator rounds biases up to 512 bytes, and may use a free block
+    # of up to twice the size for one of them.
+    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.1)
     assert held[0] > 4 * 3 * layer and held[2] <= 4096
 
 
