@@ -36,7 +36,7 @@ from fullshard.engine.ownership import nested_units
 from fullshard.engine.states import Phase
 from fullshard.progress import PROGRESS
 from fullshard.wrap import ModuleWrapPolicy
-from models import Block, LossOf, reference_backward, square_loss
+from models import Block, LossOf, held_bytes, reference_backward, square_loss
 from ranks import Rank
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
@@ -348,7 +348,7 @@ def assert_at_rest(model: nn.Module, *unsharded: str) -> None:
 
 def gathered(model: nn.Module) -> list[str]:
     """Names of the units that hold memory for full parameters."""
-    return [unit.name for unit in nested_units(model) if any(bucket.allocated_bytes for bucket in unit.buckets)]
+    return [unit.name for unit in nested_units(model) if any(held_bytes(bucket) for bucket in unit.buckets)]
 
 
 # -------------------------------------------------------------------- order of events

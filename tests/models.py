@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
 from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport, Transport, make_transport, record
+from fullshard.engine.buckets.all_gather import BucketAllGather
+from fullshard.engine.buckets.base import Bucket
+from fullshard.engine.buckets.message import Unpacking
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.states import Phase
-from fullshard.memory import DeviceCommStream, HostCommStream, PendingWork
+from fullshard.memory import Buffer, DeviceCommStream, HostCommStream, PendingWork
 from ranks import Rank
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]  # (model, rank) -> the loss of that rank's batch
@@ -288,10 +291,28 @@ def assert_at_rest(model: nn.Module) -> None:
     """Require that nothing is gathered, all registered managed parameters are sharded, and no phase is open."""
     for unit in nested_units(model):
         assert unit.phase is Phase.IDLE, unit.name
-        assert [bucket.allocated_bytes for bucket in unit.buckets] == [0] * len(unit.buckets), unit.name
+        assert [held_bytes(bucket) for bucket in unit.buckets] == [0] * len(unit.buckets), unit.name
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def held_bytes(holder: Any) -> int:
+    """Return the bytes that buffers of a bucket, and of its all-gathers, hold now."""
+    buffers: dict[int, Buffer] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Buffer):
+            buffers[id(value)] = value
+        elif isinstance(value, (Bucket, BucketAllGather, Unpacking)):
+            for each in vars(value).values():
+                collect(each)
+        elif isinstance(value, list):
+            for each in value:
+                collect(each)
+
+    collect(holder)
+    return sum(buffer.allocated_bytes for buffer in buffers.values())
 
 
 def gathered(model: nn.Module) -> list[str]:
     """Names of the units that hold memory for full parameters."""
-    return [unit.name for unit in nested_units(model) if any(bucket.allocated_bytes for bucket in unit.buckets)]
+    return [unit.name for unit in nested_units(model) if any(held_bytes(bucket) for bucket in unit.buckets)]

@@ -26,6 +26,7 @@ from fullshard import (
 from fullshard.engine.ownership import nested_units
 from fullshard.memory import allows_cpu_gradients
 from fullshard.wrap import ModuleWrapPolicy
+from models import held_bytes
 from pairwise import each_value
 from ranks import Rank
 from ranks.device import EMULATED
@@ -113,7 +114,7 @@ def test_shards_gradients_and_states_are_in_host_memory(rank: Rank, policy: Mixe
         optimizer.step()
         for bucket in itertools.chain.from_iterable(unit.buckets for unit in nested_units(model)):
             assert bucket.shard_buffer.device.type == "cpu" and bucket.shard_buffer.is_pinned() == pin
-            assert bucket.allocated_bytes == 0
+            assert held_bytes(bucket) == 0
         for parameter in model.parameters():
             gradient = local(parameter.grad)
             assert local(parameter).device.type == gradient.device.type == "cpu"
@@ -195,8 +196,9 @@ def test_a_fraction_of_the_state(rank: Rank) -> None:
             model.reshard()
             held.append(torch.get_device_module(rank.device).memory_allocated() - before)
             del model, module, optimizer
-    # Shards, gradients and two tensors of state; the allocator rounds biases up to 512 bytes.
-    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.03)
+    # Shards, gradients and two tensors of state. The allocator rounds biases up to 512 bytes, and may use a free block
+    # of up to twice the size for one of them.
+    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.1)
     assert held[0] > 4 * 3 * layer and held[2] <= 4096
 
 

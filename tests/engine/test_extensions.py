@@ -35,7 +35,7 @@ from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
 from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import unit_of
-from models import Mlp, assert_at_rest, batch, reference_backward, square_loss
+from models import Mlp, assert_at_rest, batch, held_bytes, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -428,7 +428,7 @@ def test_outputs_that_are_released(rank: Rank) -> None:
         fully_shard(model, mesh=rank.mesh)
         held: list[int] = []
         (bucket,) = unit_of(model).buckets
-        model[1].register_forward_pre_hook(lambda *_, bucket=bucket, held=held: held.append(bucket.allocated_bytes))
+        model[1].register_forward_pre_hook(lambda *_, bucket=bucket, held=held: held.append(held_bytes(bucket)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with record() as seen:
             for step in range(3):
@@ -483,11 +483,11 @@ def test_other_values_for_backward(rank: Rank) -> None:
     sizes, seen = [(8 * 6, 8 * 4), (6 * 8, 6 * 4)], []  # bytes of codes and scales
     for layer in model:
         (bucket,), local = unit_of(layer).buckets, layer.weight._local_tensor
-        local.seen, local.held = seen, lambda bucket=bucket: bucket.allocated_bytes
+        local.seen, local.held = seen, lambda bucket=bucket: held_bytes(bucket)
     x = batch(rank.rank, 0, 4, 6).requires_grad_()
     with record() as recorded:
         out = model(x)
-        left = [unit_of(layer).buckets[0].allocated_bytes for layer in model]
+        left = [held_bytes(unit_of(layer).buckets[0]) for layer in model]
         out.square().sum().backward()
     gathered = [2 * each.nbytes for each in recorded if each.kind == "all_gather"]  # of two ranks
     assert gathered == [nbytes for pair in [*sizes, *reversed(sizes)] for nbytes in pair]

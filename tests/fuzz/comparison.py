@@ -20,6 +20,7 @@ from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.engine.states import Phase
 from fuzz.models import Root
+from models import held_bytes
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def left_unsharded(model: nn.Module) -> Iterator[str]:
     for unit in nested_units(model):
         if unit.phase is not Phase.IDLE:
             yield f"left over: unit {unit.name!r} is in its {unit.phase.value}"
-        if any(bucket.allocated_bytes for bucket in unit.buckets):
+        if any(held_bytes(bucket) for bucket in unit.buckets):
             yield f"left over: unit {unit.name!r} is unsharded"
         if unit.registration.unsharded:
             yield f"left over: modules of unit {unit.name!r} hold unsharded parameters"

@@ -28,7 +28,6 @@ ALL_GATHERS = ("_all_gather", "_subgroup_all_gather")  # of a bucket
 BUFFERS = {  # attributes of a bucket or an all-gather
     "_unsharded": "",
     "_subgroup_shard": " (neighbors)",
-    "_input": " (wire)",
     "_message": " (message)",
 }
 _messages: weakref.WeakKeyDictionary[Buffer, ReductionPlan] = weakref.WeakKeyDictionary()  # of reductions, by plan
@@ -129,7 +128,7 @@ def labels(model: nn.Module) -> dict[int, str]:
                 attributes = {} if holder is None else vars(holder)
                 held = {attribute: attributes.get(attribute) for attribute in BUFFERS}
                 found |= {id(held[a]): f"{name}{what}" for a, what in BUFFERS.items() if held[a] is not None}
-            found |= {id(b): f"{name} (gradients)" for b, plan in _messages.items() if plan in bucket.plans}
+            found |= {id(b): f"{name} (gradients)" for b, plan in _messages.items() if plan in bucket._plans.values()}
             for each in getattr(bucket, "all_gathers", ()):
                 found |= {id(buffer): f"{name} (region)" for buffer in each.buffers}
     return found

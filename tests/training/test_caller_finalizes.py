@@ -20,7 +20,7 @@ from front_ends import (
 from fullshard import FullshardError, GradientReductionHandle, PhaseError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import units_of
-from models import Stack, reference_backward, square_loss
+from models import Stack, held_bytes, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -176,7 +176,7 @@ def test_kept_storage(rank: Rank, reshard_after_forward: bool, async_op: bool) -
     for unit in units_of(model):
         unit.reshard()
     assert_at_rest(model)
-    assert not any(bucket.allocated_bytes for unit in units_of(model) for bucket in unit.buckets)
+    assert not any(held_bytes(bucket) for unit in units_of(model) for bucket in unit.buckets)
 
 
 @on_ranks(2)

@@ -16,7 +16,6 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.base import Bucket
-from fullshard.engine.buckets.formats import BucketKey
 from fullshard.engine.containers import cast_tensors
 from fullshard.engine.parameters.registration import Registration
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
@@ -162,7 +161,7 @@ class Unit:
             TypeError, ValueError: If a tensor subclass has half of the methods of [Note: Extensions], or cannot be cut.
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
-            groups: dict[BucketKey, list[ShardedParameter]] = {}
+            groups: dict[tuple[object, ...], list[ShardedParameter]] = {}
             for parameter, dtype in zip(self.parameters, self.policy.gradient_dtypes(self.parameters), strict=True):
                 parameter.drop_unsharded()
                 parameter.reduced_by = dtype
@@ -258,7 +257,6 @@ class Unit:
         self._check_data()
 
     def _check_data(self) -> None:
-        self.registration.check_data()
         for bucket in self.buckets:
             bucket.check_data()
 

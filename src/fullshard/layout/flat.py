@@ -1,14 +1,11 @@
 """The flat layout: all parameters one after another, padded once, and cut into equal slices.
 
-Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
+Two parameters on two ranks, w of shape (3, 3) and b of shape (3,) (elements are numbered through each buffer; 4 of the
+16 elements of the unsharded buffer are padding):
 
->>> layout = FlatLayout.build(
-...     (ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))),
-...     world_size=2)
->>> print(layout.picture())
-unsharded      | w 0..8             | b 12..14           | 16 elements, 4 of them padding
-rank 0 shard   | w[0:8] 0..7        | b empty            |
-rank 1 shard   | w[8:9] 0..0        | b[0:3] 4..6        |
+    unsharded      | w 0..8             | b 12..14           |
+    rank 0 shard   | w[0:8] 0..7        | b empty            |
+    rank 1 shard   | w[8:9] 0..0        | b[0:3] 4..6        |
 
 Rank r's slice is the shard buffer itself, so that an all-gather is one collective without copies, and so is a
 reduce-scatter once the gradients lie one after another. In return what a rank holds of a parameter may begin and end
@@ -19,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, check_disjoint, picture_lines, span
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, check_disjoint
 
 __all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
@@ -49,7 +46,7 @@ class FlatSlot:
     slice_numel: int  # of every rank
 
     def shard(self, rank: int) -> FlatShard:
-        """The part that ``rank`` holds."""
+        """Return the part that ``rank`` holds."""
         first, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
         start = min(max(first - self.unsharded_offset, 0), self.parameter.numel)
         stop = min(max(end - self.unsharded_offset, 0), self.parameter.numel)
@@ -64,6 +61,7 @@ class FlatLayout:
     slots: tuple[FlatSlot, ...]  # in the order of the parameters given, which need not be that in memory
     world_size: int
     slice_numel: int  # of every rank's shard buffer
+    message_numel: ClassVar[int] = 0  # nothing is packed
 
     @classmethod
     @lru_cache(maxsize=LAYOUTS_KEPT)
@@ -102,13 +100,8 @@ class FlatLayout:
         extents = ((slot.unsharded_offset, slot.parameter.numel, slot.parameter.fqn, 1) for slot in self.slots)
         check_disjoint(extents, self.unsharded_numel, "unsharded buffer")
 
-    @property
-    def in_memory_order(self) -> list[FlatSlot]:
-        """The slots as they lie in the unsharded buffer."""
-        return sorted(self.slots, key=lambda slot: (slot.unsharded_offset, slot.parameter.numel))
-
     def shards(self, rank: int) -> tuple[FlatShard, ...]:
-        """The parts of all parameters that ``rank`` holds."""
+        """Return the parts of all parameters that ``rank`` holds."""
         return _shards(self, rank)
 
     @property
@@ -117,22 +110,14 @@ class FlatLayout:
         return self.slice_numel * self.world_size
 
     @property
-    def padding(self) -> int:
-        """Elements of the unsharded buffer that belong to no parameter."""
-        return self.unsharded_numel - sum(slot.parameter.numel for slot in self.slots)
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard buffer."""
+        return self.slice_numel
 
-    def picture(self) -> str:
-        """Draw the unsharded buffer and every rank's slice, one cell per parameter."""
-        cells = []
-        for slot in self.slots:
-            fqn, numel = slot.parameter.fqn, slot.parameter.numel
-            column = [f"{fqn} {span(slot.unsharded_offset, numel)}"]
-            for start, held, offset in map(slot.shard, range(self.world_size)):
-                column.append(f"{fqn}[{start}:{start + held}] {span(offset, held)}" if held else f"{fqn} empty")
-            cells.append(column)
-        lines = picture_lines(self.world_size, cells)
-        lines[0] += f" {self.unsharded_numel} elements, {self.padding} of them padding"
-        return "\n".join(lines)
+    @property
+    def in_place(self) -> list[tuple[int, int, int]]:
+        """What is gathered straight into the unsharded buffer: the slice."""
+        return [(0, self.slice_numel, 0)] if self.slice_numel else []
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

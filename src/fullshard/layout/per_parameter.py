@@ -1,15 +1,11 @@
 """The per-parameter layout: every parameter is cut on one dim (0 unless said) exactly as ``torch.chunk`` cuts it.
 
-Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
+Two parameters on two ranks, w of shape (4, 4) and b of shape (3,) (elements are numbered through each buffer; ``-`` is
+padding; w is sent directly, b packed in a message of 4 elements per rank):
 
->>> layout = PerParameterLayout.build(
-...     (ParameterShape("w", (4, 4), (4, 1)), ParameterShape("b", (3,), (1,))),
-...     world_size=2, itemsize=4, direct_bytes=32, alignment_bytes=16)
->>> print(layout.picture())
-unsharded      | w 0..15            | b 16..18 -         |
-rank 0 shard   | w[0:2] 0..7        | b[0:2] 8..9        |
-rank 1 shard   | w[2:4] 0..7        | b[2:3] 8..8 -      |
-direct: w    packed: b (4 elements per rank)
+    unsharded      | w 0..15            | b 16..18 -         |
+    rank 0 shard   | w[0:2] 0..7        | b[0:2] 8..9        |
+    rank 1 shard   | w[2:4] 0..7        | b[2:3] 8..8 -      |
 
 In the unsharded buffer a parameter is contiguous, so that it needs no copy-out. Rank r's shard of it starts at
 element ``r * shard_numel`` of the place reserved for it, so that an all-gather of the (padded) shards writes the
@@ -17,16 +13,12 @@ parameter itself. In the shard buffer the shards lie one after another, each sta
 parameters are contiguous, so that they are sent as one message without a copy-in.
 
 A *row* is one index of the cut dim. Where the rows are not blocks of memory that follow one another, as below
-where columns are cut, each shard is made contiguous and sent packed. Such a parameter takes its own size in the
-unsharded buffer, whereas every rank's shard takes the size of the largest:
+where columns of a w of shape (2, 3) are cut, each shard is made contiguous and sent packed. Such a parameter takes its
+own size in the unsharded buffer, whereas every rank's shard takes the size of the largest:
 
->>> columns = PerParameterLayout.build(
-...     (ParameterShape("w", (2, 3), (3, 1), cut=1),), world_size=2, itemsize=4, direct_bytes=0, alignment_bytes=16)
->>> print(columns.picture())
-unsharded      | w 0..5             |
-rank 0 shard   | w[:, 0:2] 0..3     |
-rank 1 shard   | w[:, 2:3] 0..1 -   |
-direct: none    packed: w (4 elements per rank)
+    unsharded      | w 0..5             |
+    rank 0 shard   | w[:, 0:2] 0..3     |
+    rank 1 shard   | w[:, 2:3] 0..1 -   |
 """
 
 from __future__ import annotations
@@ -109,7 +101,7 @@ class ParameterShape:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if a tensor of this shape and stride fills one block of memory without holes or overlap."""
+    """Return True if a tensor of this shape and stride fills one block of memory without holes or overlap."""
     if len(shape) != len(stride):
         return False
     if math.prod(shape) == 0:
@@ -178,18 +170,18 @@ class Slot:
         return self.shard_numel * self.world_size
 
     def local_rows(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last row that ``rank`` holds."""
+        """Return the first and the one-past-last row that ``rank`` holds."""
         return min(rank * self.chunk_rows, self.rows), min((rank + 1) * self.chunk_rows, self.rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard that ``rank`` holds; the cut dim may be 0, the others are the parameter's."""
+        """Return the shape of the shard that ``rank`` holds; the cut dim may be 0, the others are the parameter's."""
         if self.route is Route.REPLICATED:
             return self.parameter.shape
         start, stop = self.local_rows(rank)
         return _replaced(self.parameter.shape, self.parameter.cut, stop - start)
 
     def local_stride(self, rank: int) -> tuple[int, ...]:
-        """Strides of the shard that ``rank`` holds: the parameter's own where its rows are blocks, else contiguous.
+        """Return the strides of the shard of ``rank``: the parameter's where its rows are blocks, else contiguous ones.
 
         Contiguous strides depend on the rank, because its rows are not outermost in them unless dim 0 is cut.
         """
@@ -201,7 +193,7 @@ class Slot:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``, in elements."""
+    """Return row-major strides of ``shape``, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -210,7 +202,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(parameter: ParameterShape) -> bool:
-    """True if every row is one block of memory and the rows follow one another; a replicated parameter is one row."""
+    """Return True if rows are blocks of memory that follow one another; a replicated parameter is one row."""
     if parameter.replicated or not parameter.shape:
         return True
     cut = parameter.cut
@@ -321,34 +313,10 @@ class PerParameterLayout:
                     f"{slot.parameter.fqn}: {slot.route} parameter on the wrong side of the packed message"
                 )
 
-    def picture(self) -> str:
-        """Draw the unsharded buffer and every rank's shard buffer, one cell per parameter."""
-        cells = [
-            [f"{s.parameter.fqn} {span(s.unsharded_offset, s.parameter.numel, s.unsharded_numel)}"] for s in self.slots
-        ]
-        for rank in range(self.world_size):
-            for column, s in zip(cells, self.slots, strict=True):
-                start, stop = s.local_rows(rank)
-                rows = "" if s.route is Route.REPLICATED else f"[{':, ' * s.parameter.cut}{start}:{stop}]"
-                held = math.prod(s.local_shape(rank))
-                column.append(f"{s.parameter.fqn}{rows} {span(s.shard_offset, held, s.shard_numel)}")
-        direct = [s.parameter.fqn for s in self.slots if s.route is Route.DIRECT]
-        packed = [s.parameter.fqn for s in self.slots if s.route is not Route.DIRECT]
-        footer = f"direct: {', '.join(direct) or 'none'}    packed: {', '.join(packed) or 'none'}"
-        return "\n".join([*picture_lines(self.world_size, cells), f"{footer} ({self.message_numel} elements per rank)"])
-
-
-def picture_lines(world_size: int, columns: Sequence[Sequence[str]]) -> list[str]:
-    """Draw one column per parameter: what it takes in the unsharded buffer, and in the shard of every rank."""
-    heads = ["unsharded", *(f"rank {rank} shard" for rank in range(world_size))]
-    return [
-        f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in columns) + " |" for i, head in enumerate(heads)
-    ]
-
-
-def span(offset: int, held: int, reserved: int = 0) -> str:
-    """Return the first and the last of ``held`` elements as text, with a dash if more are reserved."""
-    return (f"{offset}..{offset + held - 1}" if held else "empty") + (" -" if held < reserved else "")
+    @cached_property
+    def in_place(self) -> list[tuple[int, int, int]]:
+        """Shards that are gathered straight into the unsharded buffer: offset, elements, and where all of them lie."""
+        return [(s.shard_offset, s.shard_numel, s.unsharded_offset) for s in self.slots if s.in_place]
 
 
 def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
@@ -371,7 +339,7 @@ def direct_shards(parameters: Sequence[ParameterShape], world_size: int, itemsiz
 
 
 def _direct_bytes(parameter: ParameterShape, world_size: int, itemsize: int) -> int:
-    """Bytes of a shard that can be an operand of its own; 0 if it cannot."""
+    """Return the bytes of a shard that can be a separate operand; 0 if it cannot."""
     nbytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
     # On one rank the shard is the whole, whichever dim is cut; without a cut > 0 the route is that of more ranks.
     blocks = is_row_major(parameter) or (world_size == 1 and parameter.cut > 0)
@@ -395,7 +363,7 @@ def _aligned(numel: int, alignment: int) -> int:
 
 
 def _shard_alignment(numel: int, alignment: int) -> int:
-    """The alignment of a shard of so many elements."""
+    """Return the alignment of a shard of so many elements."""
     return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
 
 

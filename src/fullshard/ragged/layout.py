@@ -1,15 +1,12 @@
 """The ragged layout: a flat layout whose slices end where the parameters may be cut, such as between their rows.
 
-Two parameters on three ranks, which may be cut between rows of four elements:
+Two parameters on three ranks, w of shape (5, 4) and b of shape (3,), which may be cut between rows of four elements
+(elements 0 to 8 of w lie at 0 to 7 of rank 0's shard; one of the 24 elements of the unsharded buffer is padding):
 
->>> layout = ragged_layout(
-...     (ParameterShape("w", (5, 4), (4, 1)), ParameterShape("b", (3,), (1,))),
-...     ("row", "row"), world_size=3, alignment=1)
->>> print(layout.picture())  # w[0:8] 0..7: elements 0 to 8 of w lie at 0 to 7 of the shard
-unsharded      | w 0..19            | b 20..22           | 24 elements, 1 of them padding
-rank 0 shard   | w[0:8] 0..7        | b empty            |
-rank 1 shard   | w[8:16] 0..7       | b empty            |
-rank 2 shard   | w[16:20] 0..3      | b[0:3] 4..6        |
+    unsharded      | w 0..19            | b 20..22           |
+    rank 0 shard   | w[0:8] 0..7        | b empty            |
+    rank 1 shard   | w[8:16] 0..7       | b empty            |
+    rank 2 shard   | w[16:20] 0..3      | b[0:3] 4..6        |
 
 A parameter is contiguous in the unsharded buffer, so padding lies between parameters only. From that follows what cuts
 cost. A parameter with two cuts or more inside needs slices that are a multiple of its *granule* (the elements between
@@ -125,7 +122,7 @@ def _slice_lengths(sizes: Sequence[int], granules: Sequence[int], world_size: in
 def _offsets(
     sizes: Sequence[int], granules: Sequence[int], slice_numel: int, world_size: int, alignment: int
 ) -> list[int] | None:
-    """Place parameters in slices of that length; None if they do not all fit.
+    """Place parameters in slices of that length; return None if they do not all fit.
 
     Those with the largest granules come first, one after another, and the others into the gaps that they leave, or
     behind them.

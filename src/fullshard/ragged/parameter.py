@@ -13,7 +13,7 @@ from fullshard.engine.buckets.formats import ShardingFormat
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import Owner, ShardedParameter, keep_gradient_dtype, mark, value_of
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import FlatLayout, is_row_major
 from fullshard.ragged.layout import Granularity, granule_of, ragged_layout
 from fullshard.ragged.placement import RaggedShard, ragged_spec
@@ -41,7 +41,7 @@ class RaggedParameter(SliceParameter):
             first_rank=parameters[0].first_rank % world_size,
         )
 
-    def shard_view(self, rank: int) -> ShardView:
+    def shard_view(self, rank: int) -> View:
         """Return the shard of ``rank`` as a view of the whole parameter: rows, or single elements."""
         return super().shard_view(rank) if self.slot is None else self.ragged_placement().view(rank)
 
@@ -57,7 +57,7 @@ class RaggedParameter(SliceParameter):
         return granule_of(self.shape, self.granularity) % row == 0
 
     def ragged_placement(self) -> RaggedShard:
-        """The placement on the shard axis; laid out parameters only."""
+        """Return the placement on the shard axis of a parameter that was laid out."""
         assert self.slot is not None, f"{self.fqn} was not laid out"
         return RaggedShard(self.slot, by_rows=self.by_rows)
 
@@ -125,5 +125,5 @@ class RaggedShardingFormat(ShardingFormat):
         return made
 
     def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of a class of this format."""
+        """Return True if a parameter that another unit has kept is of a class of this format."""
         return type(parameter) is RaggedParameter or super().accepts(parameter)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import FlatSlot
 
 __all__ = ["RaggedShard", "hashed", "part_here", "ragged_placement", "ragged_spec", "rebuild_shard", "view_here"]
@@ -32,13 +32,13 @@ class RaggedShard(Placement):
         super().__init__()
         self.slot, self.by_rows = slot, by_rows
 
-    def view(self, rank: int) -> ShardView:
+    def view(self, rank: int) -> View:
         """Return the local tensor of ``rank`` of the shard axis as a view of the whole parameter."""
         shard, own = self.slot.shard(rank), self.slot.parameter
         if not self.by_rows:
-            return ShardView((shard.numel,), (1,), shard.start)
+            return View(shard.start, (shard.numel,), (1,))
         rows = [shard.numel // max(1, math.prod(own.shape[1:]))] if own.shape else []
-        return ShardView((*rows, *own.shape[1:]), own.stride, shard.start)
+        return View(shard.start, (*rows, *own.shape[1:]), own.stride)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is RaggedShard and self.slot == other.slot and self.by_rows is other.by_rows
@@ -80,7 +80,7 @@ def ragged_spec(mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.
     return hashed(DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
-def view_here(spec: DTensorSpec) -> ShardView:
+def view_here(spec: DTensorSpec) -> View:
     """Return this rank's local tensor as a view of the whole parameter."""
     axis, placement = ragged_placement(spec)
     return placement.view(spec.mesh.get_local_rank(axis))

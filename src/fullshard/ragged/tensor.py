@@ -6,7 +6,7 @@ most operations on one, and computes some (``view``, ``t``, ``softmax``) as if l
 So the tensor is a subclass that dispatches itself:
 - operations on every element run on local tensors; operands of the global shape are cut alike;
 - random ones draw all elements on every rank, and keep this rank's: with equal seeds, what one process would draw;
-- reductions to one number add an all-reduce;
+- reductions to one number add an all-gather of one number a rank;
 - ``full_tensor`` and ``redistribute`` gather; everything else raises ``NotImplementedError``.
 Shape, placements and mesh are global as those of any DTensor; distributed checkpoint sees the shards as chunks.
 
@@ -25,14 +25,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, register_placement, with_dtype
-from fullshard.engine.parameters.ranges import gather_ranges
-from fullshard.engine.parameters.tensor_shards import IrregularDTensor, ShardView, regions_of_slice
+from fullshard.engine.parameters.tensor_shards import IrregularDTensor, View, gather_ranges, regions_of_slice
 from fullshard.layout import Region
 from fullshard.ragged.placement import RaggedShard, hashed, part_here, ragged_placement, view_here
 
@@ -143,7 +142,7 @@ class RaggedDTensor(IrregularDTensor):
 
     # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
 
-    def view_at(self, coordinate: Sequence[int]) -> ShardView:
+    def view_at(self, coordinate: Sequence[int]) -> View:
         """Return the shard of the rank at ``coordinate`` of the mesh."""
         axis, placement = ragged_placement(self._spec)
         return placement.view(coordinate[axis])
@@ -168,13 +167,13 @@ class RaggedDTensor(IrregularDTensor):
         return [(rows, local)] if shard.numel else []
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The chunks that this rank holds, for distributed checkpoint."""
+        """Return the chunks that this rank holds, for distributed checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r, _ in self.regions()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        """What this rank writes of the tensor, for distributed checkpoint."""
+        """Return the items of the tensor that this rank writes, for distributed checkpoint."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -189,7 +188,7 @@ class RaggedDTensor(IrregularDTensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """The memory of one chunk of this rank, for distributed checkpoint."""
+        """Return the memory of one chunk of this rank, for distributed checkpoint."""
         for region, part in self.regions():
             if index.offset is None or tuple(index.offset) == region.offsets:
                 return part
@@ -230,7 +229,7 @@ _ON_LISTS |= {"_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_",
 
 
 def _keeps_shape(name: str, tensor: RaggedDTensor, args: tuple[Any, ...]) -> bool:
-    """True for a view of the same shape, strides and elements."""
+    """Return True for a view of the same shape, strides and elements."""
     if name not in ("view", "_unsafe_view", "expand", "as_strided") or args[0] is not tensor or len(args) > 3:
         return False
     return tuple(args[1]) == tuple(tensor.shape) and (len(args) < 3 or tuple(args[2]) == tuple(tensor.stride()))
@@ -249,7 +248,7 @@ def part_of(value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def _gathered(tensor: RaggedDTensor) -> DTensor:
-    """All elements on the ragged axis, from the ranks that hold some."""
+    """Gather a tensor over its ragged axis, from the ranks that hold elements of it."""
     spec, local = tensor._spec, tensor._local_tensor
     axis, placement = ragged_placement(spec)
     own = placement.slot.parameter
@@ -266,13 +265,13 @@ def _gathered(tensor: RaggedDTensor) -> DTensor:
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by name."""
+    """Return the arguments of an operation by name."""
     names = [argument.name for argument in func._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     bound = _bound(func, args, kwargs)
@@ -281,17 +280,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _placed_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    """True if the same ranks hold the same elements."""
+    """Return True if the same ranks hold the same elements of two tensors."""
     return one is other or (one.placements == other.placements and one.mesh == other.mesh)
 
 
 def _whole(value: Any) -> Any:
-    """All elements of a ragged DTensor, for an operation on a tensor of another placement."""
+    """Gather a ragged DTensor for an operation on a tensor of another placement; return any other value as it is."""
     return value.unsharded() if isinstance(value, RaggedDTensor) else value
 
 
 def _operand(value: Any, like: RaggedDTensor) -> Any:
-    """An argument of an elementwise operation, as the part that belongs to the local tensor of ``like``.
+    """Return the part of an argument of an elementwise operation that belongs to the local tensor of ``like``.
 
     Raises:
         NotImplementedError: If it is a tensor that would be broadcast, but for a single number.
@@ -371,70 +370,54 @@ def _equal(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[
     if args[0].shape != args[1].shape:
         return False
     same = func(*(_operand(value, first) for value in args))
-    return bool(_over_ranks(torch.tensor(float(same), device=first._local_tensor.device), first, "min").item())
+    return bool(_of_all_ranks(torch.tensor(same), first).all())
 
 
 def _reduced(func: Any, first: RaggedDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Reduce all elements to one number, on all ranks."""
+    """Reduce all elements to one number: what each rank makes of its part, reduced once more on all ranks."""
     name, bound = func.overloadpacket.__name__, _bound(func, args, kwargs)
     if bound.get("dim") not in (None, [], ()) or bound.get("keepdim") or "other" in bound or "out" in bound:
         raise NotImplementedError(
             f"{func}: expected a reduction of all elements of a parameter that is sharded with layout='ragged' to one "
             "number; gather it with full_tensor() first"
         )
-    local, dtype = first._local_tensor, bound.get("dtype") or first.dtype
     if name in ("linalg_vector_norm", "norm"):
         order = bound.get("ord", bound.get("p"))
         norms = _foreach_norm([first], 2.0 if order is None else order, bound.get("dtype"))
         return cast("DTensor", norms[0])
-    if name in ("any", "all"):
-        found = getattr(local, name)().to(torch.float32)
-        return _everywhere(_over_ranks(found, first, "max" if name == "any" else "min") != 0, first)
-    if name in ("max", "amax", "min", "amin"):
-        largest = name.endswith("max")
-        least = -math.inf if largest else math.inf
-        if not first.dtype.is_floating_point:
-            info = torch.iinfo(first.dtype)
-            least = info.min if largest else info.max
-        value = (local.max() if largest else local.min()) if local.numel() else local.new_full((), least)
-        return _everywhere(_over_ranks(value, first, "max" if largest else "min"), first)
+    local, dtype = first._local_tensor, bound.get("dtype") or first.dtype
     narrow = dtype in (torch.bfloat16, torch.float16)
-    total = _over_ranks(local.sum(dtype=torch.float32 if narrow else bound.get("dtype")), first, "sum")
-    total = total / first.numel() if name == "mean" else total
-    return _everywhere(total.to(dtype) if narrow else total, first)
+    if name in ("sum", "mean"):
+        local = local.to(torch.float32 if narrow else dtype)
+    reduce = getattr(torch, "sum" if name == "mean" else name)
+    axis, placement = ragged_placement(first._spec)
+    holding = [rank for rank in range(first._spec.mesh.size(axis)) if placement.slot.shard(rank).numel]
+    found = reduce(_of_all_ranks(reduce(local if local.numel() else local.new_zeros(1)), first)[holding])
+    if name == "mean":
+        found = found / first.numel()
+    return _everywhere(found.to(dtype) if narrow and found.is_floating_point() else found, first)
 
 
-def _over_ranks(value: torch.Tensor, like: RaggedDTensor, op: str) -> torch.Tensor:
-    """Reduce what each rank has computed from its part of ``like`` over the shard axis."""
+def _of_all_ranks(value: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
+    """Stack what each rank of the shard axis has computed from its part of ``like``, on all ranks."""
     mesh, placements = like._spec.mesh, like._spec.placements
-    flagged = op in ("max", "min") and value.is_floating_point()  # back ends may lose NaN in these
-    sent = value.reshape(-1).to(mesh.device_type)
-    if flagged:
-        is_nan, side = sent.isnan(), 1.0 if op == "max" else -1.0
-        sent = torch.cat([sent.masked_fill(is_nan, -side * math.inf), side * is_nan.to(sent.dtype)])
-    parts = [Replicate() if placement.is_replicate() else Partial(op) for placement in placements]
-    found = DTensor.from_local(sent, mesh, parts, run_check=False).full_tensor()
-    if flagged:
-        found, is_nan = found.chunk(2)
-        found = found.masked_fill(is_nan != 0, math.nan)
-    return found.view(value.shape).to(value.device)
+    stacked = [Replicate() if placement.is_replicate() else Shard(0) for placement in placements]
+    rows = DTensor.from_local(value.unsqueeze(0).to(mesh.device_type), mesh, stacked, run_check=False).full_tensor()
+    return rows.to(value.device)
 
 
 def _norms(tensors: Sequence[RaggedDTensor], order: float) -> list[torch.Tensor]:
-    """The norms of some tensors, each over all of its elements."""
+    """Return the norm of each tensor over all of its elements."""
     found: list[torch.Tensor] = []
     for same in _by_mesh(tensors):
         values = torch.stack([_local_norm(tensor._local_tensor, order) for tensor in same])
-        if math.isinf(order):
-            found += _over_ranks(values, same[0], "max" if order > 0 else "min").unbind()
-        else:
-            power = order or 1  # a norm of order 0 is a count
-            found += _over_ranks(values.pow(power), same[0], "sum").pow(1 / power).unbind()
+        # A norm of order 0 is a count, of which the sum is the norm of order 1.
+        found += torch.linalg.vector_norm(_of_all_ranks(values, same[0]), order or 1, dim=0).unbind()
     return found
 
 
 def _local_norm(local: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of a part, in fp32, or fp64; of one without elements what changes no norm of the others."""
+    """Return the norm of a part, in fp32 or fp64; of a part without elements, the value that changes no other norm."""
     dtype = torch.float64 if local.dtype.itemsize > 4 else torch.float32
     if not local.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=local.device)
@@ -449,7 +432,7 @@ def _by_mesh(tensors: Sequence[RaggedDTensor]) -> Iterator[list[RaggedDTensor]]:
 
 
 def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """The norms of a list of tensors, which need not all be ragged."""
+    """Return the norms of a list of tensors, which need not all be ragged."""
     ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
     norms = iter(_norms(ragged, float(ord)))
     return [
@@ -491,7 +474,7 @@ def _run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             results.update(zip(indices, found, strict=False))
     if func.overloadpacket.__name__ == _UNSCALE:
         for same in _by_mesh([owners[index] for index in ragged]):
-            args[1].copy_(_over_ranks(args[1], same[0], "max"))
+            args[1].copy_(_of_all_ranks(args[1], same[0]).amax(dim=0))
     if func._schema.is_mutable:
         return owners if func._schema.returns else None
     return [
@@ -501,7 +484,7 @@ def _run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _local_at(owner: Any, value: Any) -> Any:
-    """The local tensor at one place of a list; a step count, or another number, as it is."""
+    """Return the local tensor at one place of a list; a step count, or another number, as it is."""
     if isinstance(owner, RaggedDTensor):
         return _operand(value, owner)
     if isinstance(value, RaggedDTensor):

@@ -1,7 +1,7 @@
 """Iterate over the full tensors of a sharded model without ever holding many of them.
 
-One parameter after another is all-gathered, by the unit's own transport, into new memory. The modules' parameters are
-not touched, so the iteration can stop anywhere.
+Each parameter is gathered by itself, into new memory. The modules' parameters are not touched, so the iteration can
+stop anywhere.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.parameters import local_parameters, walk_modules
-from fullshard.engine.buckets.base import Bucket
 from fullshard.engine.ownership import units_of
-from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.summoned_parameters import all_gather_now
-from fullshard.engine.unit import Unit
 from fullshard.errors import UnmaterializedParameterError
 
 __all__ = ["full_tensors"]
@@ -30,8 +26,8 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names before wrapping.
 
-    A collective: all ranks iterate together, to the end or to the same tensor. In addition to the shards, one full
-    tensor is in memory at a time, unless the caller keeps references.
+    A collective: all ranks iterate together, to the end or to the same tensor. In addition to the shards, one tensor
+    is in memory at a time, with what gathering it takes, unless the caller keeps references.
 
     Args:
         model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, or plain; not in the middle of a step. It
@@ -79,7 +75,7 @@ def _named(
         with torch.no_grad():
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             given = tensor.detach().to(tensor.device if device is None else device, wanted)
-        del tensor  # the caller owns its memory now
+        del tensor  # the caller owns it now
         for name in names[first]:
             yield name, given
         del given
@@ -90,9 +86,16 @@ def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[s
     names = {id(parameter.sharded): parameter.fqn for parameter in parameters}
     for unit in units_of(model):
         for bucket in unit.buckets:
-            for each in bucket.parameters:
-                if id(each) in names:
-                    yield names[id(each)], _whole(each.placement.unsharded(_full_value(unit, bucket, each, dtype)))
+            for sharded in [each for each in bucket.parameters if id(each) in names]:
+                if not bucket.has_parts and bucket.mesh.world_size > 1:
+                    bucket.copies()  # raises an error that says why there are none
+                value = sharded.local
+                if dtype is not None and value.is_floating_point():
+                    value = value.to(dtype)
+                with torch.inference_mode(False), torch.no_grad():
+                    whole = sharded.full_from(value)
+                yield names[id(sharded)], whole
+                del value, whole
     for parameter in parameters:
         if parameter.sharded is None:
             yield parameter.fqn, _whole(parameter.parameter)
@@ -110,11 +113,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor that the user made. A collective on its mesh."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _full_value(unit: Unit, bucket: Bucket, parameter: ShardedParameter, dtype: torch.dtype | None) -> torch.Tensor:
-    """All-gather a parameter of a bucket, into new memory where there are other ranks. A collective."""
-    own = parameter.local.dtype
-    comm_dtype = dtype if dtype is not None and own.is_floating_point else own
-    with torch.inference_mode(False), torch.no_grad():
-        return bucket.copies_of([parameter], comm_dtype, lambda all_gather: all_gather_now(unit, [all_gather]))[0]

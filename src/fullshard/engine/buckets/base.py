@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -14,14 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather
+from fullshard.engine.buckets.all_gather import BucketAllGather, ShardAllGather
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
-from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
+from fullshard.engine.reduction.grad_reduction import GradReduction, PartialReduceOutput, ReductionTerms
 from fullshard.engine.reduction.plan import ReductionPlan
-from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
@@ -34,7 +32,7 @@ RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather
 
 
 def has_all_gather_hooks(value: torch.Tensor, fqn: str) -> bool:
-    """True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
+    """Return True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
 
     Raises:
         TypeError: If it has only some of the methods of [Note: Extensions], or the first takes a wrong number of
@@ -71,7 +69,7 @@ class Bucket:
         storage: Dtypes and devices of shards, unsharded parameters and gradients.
     """
 
-    has_parts: bool = True  # `parts` knows what of an unsharded value this rank holds
+    has_parts: bool = True  # no tensor subclasses that say themselves what is all-gathered: `local_part` cuts values
     parameters: list[ShardedParameter]
     mesh: ShardMesh
     storage: Storage
@@ -107,22 +105,19 @@ class Bucket:
         return all(parameter.local.device.type != "meta" for parameter in self.parameters)
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes that unsharded parameters hold at the moment, messages in flight included."""
-        raise NotImplementedError
-
-    @property
     def unsharded_bytes(self) -> int:
         """Bytes of all parameters when unsharded; of tensor subclasses, as they would be without."""
         return sum(parameter.shape.numel for parameter in self.parameters) * self.storage.param_dtype.itemsize
 
     def check_data(self) -> None:
-        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
+        """Raise FullshardError if ``.data`` of a parameter was assigned to, see [Note: Assigned data]."""
+        for parameter in self.parameters:
+            parameter.check_data()
 
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next.
 
-        Without effect where no front end asks for it, or a subclass has no parts of parts.
+        Without effect on a single rank, and for tensor subclasses that say themselves what is all-gathered.
         """
 
     def free_subgroup_shard(self) -> None:
@@ -133,51 +128,35 @@ class Bucket:
         raise NotImplementedError
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters in the shards' own dtype, to be read or edited.
+        """Make copies of the unsharded parameters in the shards' own dtype, to be read or edited.
 
         Args:
             gradients: Their gradients instead, zeros where there are none.
         """
         raise NotImplementedError
 
-    def copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        """The unsharded values of some parameters, in new memory unless they are on one rank. A collective.
-
-        Args:
-            parameters: Of this bucket, one after another in its order.
-            dtype: In which they are sent and returned.
-            all_gather: Issues an all-gather and waits for it.
-        """
-        if self.mesh.world_size == 1:
-            return [parameter.local.to(self.mesh.device) for parameter in parameters]
-        return self._copies_of(parameters, dtype, all_gather)
-
     def restore(self) -> None:
-        """Before the parameters are laid out anew, with others: have them hold what every layout can start from.
+        """Have the parameters hold values that every layout can start from, before they are laid out with others.
 
         A collective, unless the shards are that.
         """
 
     def needs_rebuild(self) -> bool:
-        """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
-        return any(has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters)
-
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError
+        """Return True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
+        return self.has_parts and any(
+            has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters
+        )
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
-        """Indices of the parameters that a reduction takes if these have gradients."""
+        """Return the indices of the parameters that a reduction takes if those of ``trainable`` have gradients."""
         return tuple(sorted(trainable))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return plan_per_parameter(parameters, self.mesh, self.storage)
+        """Plan the reduction of some parameters of the bucket."""
+        raise NotImplementedError
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
-        """Those that fill the unsharded parameters, which need to exist only once they have arrived."""
+        """Return the all-gathers that fill the unsharded parameters, which need to exist only after their arrival."""
         raise NotImplementedError
 
     def _free(self) -> None:
@@ -185,14 +164,14 @@ class Bucket:
         raise NotImplementedError
 
     def _where(self, index: int) -> str:
-        """How a parameter is cut and sent, as it has to be on all ranks."""
+        """Describe how a parameter is cut and sent, which has to be equal on all ranks."""
         dim = self.parameters[index].placement.shard_dim
         return "not cut" if dim is None else f"cut along dim {dim}"
 
     # ---------------------------------------------------------------- unshard and reshard
 
     def launch_name(self, unit: str, numbers: dict[tuple[str, int], int]) -> UnitName:
-        """The name of its unit for launches, by which ranks compare how the parameters are cut and sent.
+        """Return the name of the unit for launches, by which ranks compare how the parameters are cut and sent.
 
         Args:
             unit: Its name.
@@ -216,7 +195,7 @@ class Bucket:
         return self._name
 
     def described(self, name: UnitName) -> str:
-        """What all ranks have to have alike, a line for each parameter: its cuts and dtypes, and whether it trains."""
+        """Describe cuts, dtypes and flags of the parameters, a line for each; the text has to be equal on all ranks."""
         lines = PROGRESS.layouts[name.layout].split("\n")
         if torch.is_grad_enabled():  # else it does not matter
             lines = [
@@ -226,7 +205,7 @@ class Bucket:
         return "\n".join(lines)
 
     def prepare_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
-        """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
+        """Return the all-gathers to be issued to fill the unsharded parameters; none if that was done.
 
         Args:
             from_subgroup: From the subgroup, if ``reshard_to_subgroup`` was called since the last reshard.
@@ -316,11 +295,6 @@ class Bucket:
         self._has_unreduced_grads.clear()
         self.partial_reduce_output.drop()
 
-    @property
-    def plans(self) -> list[ReductionPlan]:
-        """The plans of reductions that are in use so far."""
-        return list(self._plans.values())
-
 
 class BufferBucket(Bucket):
     """A bucket with one shard buffer, and at most one unsharded buffer.
@@ -335,6 +309,7 @@ class BufferBucket(Bucket):
     _all_gather: BucketAllGather | None  # fills it
     _subgroup_all_gather: BucketAllGather | None  # fills it from a subgroup
     _subgroup_shard: Buffer | None  # what this rank keeps for that; memory only while it does
+    _subgroup_copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # into that, from the unsharded buffer
     _made: bool  # the unsharded parameters exist
     _references: int  # to the memory of the unsharded buffer, when it was made
 
@@ -344,7 +319,8 @@ class BufferBucket(Bucket):
         self._made, self._references = False, 0
 
     def check_data(self) -> None:
-        """Raise FullshardError if ``.data`` of an unsharded parameter was assigned to, see [Note: Assigned data]."""
+        """Raise FullshardError if ``.data`` of a parameter was assigned to, see [Note: Assigned data]."""
+        super().check_data()
         if not self._made or (self._unsharded is not None and self._unsharded.references >= self._references):
             return
         for parameter in self.parameters:
@@ -360,13 +336,8 @@ class BufferBucket(Bucket):
             self._move_shards()
         if self._unsharded is not None:
             self._unsharded.allocate()  # the plan takes tensors on it
-            self._all_gather = self._make_all_gather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
+            self._all_gather = ShardAllGather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
             self._unsharded.free()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded buffer holds at the moment."""
-        return 0 if self._unsharded is None else self._unsharded.allocated_bytes
 
     @property
     def unsharded_bytes(self) -> int:
@@ -374,7 +345,7 @@ class BufferBucket(Bucket):
         return self.layout.unsharded_numel * self.storage.param_dtype.itemsize
 
     def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
-        """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
+        """Make zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
         if self.storage.offload and value.device.type != "meta":
             return host_buffer(numel, value.dtype, pin=self.storage.pin_memory).zero_()
         device = value.device if value.device.type == "meta" else self.parameters[0].at_rest
@@ -383,16 +354,12 @@ class BufferBucket(Bucket):
     def _move_shards(self) -> None:
         """Lay out the shard buffer anew if the layout depends on the transport."""
 
-    def _make_all_gather(self, layout: Any, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> Any:
-        """The all-gather that fills ``unsharded`` from ``shard``, by a layout of this bucket's kind."""
-        raise NotImplementedError
-
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """The shard of one parameter on a buffer that is laid out as the shard buffer."""
+        """Return the shard of one parameter on a buffer that is laid out as the shard buffer."""
         raise NotImplementedError
 
     def _gradient_shards(self) -> torch.Tensor:
-        """The sharded gradients as they lie in the shard buffer, zeros where there are none."""
+        """Copy the sharded gradients to a buffer that is laid out as the shard buffer, zeros where there are none."""
         dtype = reduce(torch.promote_types, (parameter.gradient_dtype for parameter in self.parameters))
         shard = torch.zeros_like(self.shard_buffer, dtype=dtype)
         for index, parameter in enumerate(self.parameters):
@@ -401,16 +368,11 @@ class BufferBucket(Bucket):
         return shard
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
+        """Make copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
         shard = self._gradient_shards() if gradients else self.shard_buffer
-        return self._copies(self.layout, shard, shard.dtype)
-
-    def _copies(
-        self, layout: PerParameterLayout | FlatLayout, shard: torch.Tensor, dtype: torch.dtype
-    ) -> UnshardedCopies:
-        buffer = Buffer(layout.unsharded_numel, dtype, self.mesh.device)
-        all_gather = self._make_all_gather(layout, shard, buffer, self.mesh.exact_transport)
-        slots: Sequence[Slot | FlatSlot] = layout.slots
+        buffer = Buffer(self.layout.unsharded_numel, shard.dtype, self.mesh.device)
+        all_gather = ShardAllGather(self.layout, shard, buffer, self.mesh.exact_transport)
+        slots: Sequence[Slot | FlatSlot] = self.layout.slots
         values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in slots]
         return UnshardedCopies(all_gather, values, buffer)
 
@@ -423,6 +385,38 @@ class BufferBucket(Bucket):
         if from_subgroup and kept and self._subgroup_all_gather is not None:
             return [self._subgroup_all_gather]
         return [] if self._all_gather is None else [self._all_gather]
+
+    def reshard_to_subgroup(self, size: int) -> None:
+        """Keep this rank's part of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
+        unsharded = self._unsharded
+        if unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
+            return
+        transport = self.mesh.subgroup(size)
+        if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
+            self._subgroup_all_gather = self._plan_subgroup(unsharded, transport)
+        assert self._subgroup_shard is not None
+        self._subgroup_shard.allocate()
+        torch._foreach_copy_(*self._subgroup_copies)
+
+    def _plan_subgroup(self, unsharded: Buffer, transport: Transport) -> BucketAllGather:
+        """Make what this rank keeps for a subgroup, the copies into it, and the all-gather from it."""
+        layout = self._subgroup_layout(transport)
+        self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
+        shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
+        self._subgroup_copies = self._subgroup_parts(layout, shard, unsharded, transport.rank)
+        all_gather = ShardAllGather(layout, shard, unsharded, transport)
+        self._subgroup_shard.free()
+        return all_gather
+
+    def _subgroup_layout(self, transport: Transport) -> Any:
+        """Lay out the parameters, in the same unsharded buffer, over the ranks of a subgroup."""
+        raise NotImplementedError
+
+    def _subgroup_parts(
+        self, layout: Any, shard: torch.Tensor, unsharded: Buffer, rank: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of a subgroup's shard, and of the parts of the unsharded buffer that it holds."""
+        raise NotImplementedError
 
     def free_subgroup_shard(self) -> None:
         """Free the shard that ``reshard_to_subgroup`` kept."""
@@ -438,7 +432,7 @@ class BufferBucket(Bucket):
                 parameter.set_unsharded(alias(parameter.local, 0, shape.shape, shape.stride), reduce_dtype)
             return
         unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
-        all_gather = self._make_all_gather(self.layout, shard, unsharded, self.mesh.transport)
+        all_gather = ShardAllGather(self.layout, shard, unsharded, self.mesh.transport)
         slots: Sequence[Slot | FlatSlot] = self.layout.slots
         for parameter, slot in zip(self.parameters, slots, strict=True):
             shape, offset = parameter.shape, slot.unsharded_offset

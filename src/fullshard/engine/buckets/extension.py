@@ -18,7 +18,7 @@ Sizes are compared on all ranks together at the first all-gather, so that all of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,10 @@ from fullshard.comm import CommRequest, Operand, Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.base import POST_ALL_GATHER, PRE_ALL_GATHER, RELEASES_OUTPUTS, Bucket, UnshardedCopies
+from fullshard.engine.buckets.per_parameter import plan_per_parameter
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
+from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import (
@@ -75,7 +77,7 @@ class ExtensionBucket(Bucket):
             self.all_gathers.append(ExtensionAllGather(parameter, slot, mesh, storage, policy))
 
     def _local(self, parameter: ShardedParameter, slot: Slot, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, in memory of their own, made with the few operations that such subclasses have."""
+        """Cut this rank's rows, in separate memory, with the few operations that such subclasses have."""
         rank, cut = self.mesh.rank, slot.parameter.cut
         shape = slot.local_shape(rank)
         # The rows already; on a single rank they are all rows, which are not copied either.
@@ -115,11 +117,6 @@ class ExtensionBucket(Bucket):
         for each in self.all_gathers:
             each.mesh, each.transport = mesh, mesh.transport
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that gathered inner tensors hold; what subclasses allocate themselves is not known."""
-        return sum(buffer.allocated_bytes for each in self.all_gathers for buffer in each.buffers)
-
     def copies(self, gradients: bool = False) -> UnshardedCopies:
         """Raise FullshardError: only the subclass knows what an unsharded value is beside the one computed with."""
         raise FullshardError(
@@ -128,14 +125,8 @@ class ExtensionBucket(Bucket):
             "fullshard.unsharded"
         )
 
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        return self.copies().values  # raises an error that says why there are none
-
-    def needs_rebuild(self) -> bool:
-        """False: it has all-gather hooks already."""
-        return False
+    def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         return list(self.all_gathers)
@@ -211,7 +202,7 @@ class ExtensionAllGather(BucketAllGather):
             buffer.allocate()
 
     def request(self, unit: str) -> CommRequest:
-        """One operand per inner tensor. On a single rank they are copied too: the unsharded parameter frees its own."""
+        """Make one operand per inner tensor: a single rank copies too, as the unsharded parameter frees its memory."""
         pairs = zip(self._inputs, self.buffers, strict=True)
         return CommRequest(unit, [Operand(sent, b.tensor(0, (b.numel,), (1,))) for sent, b in pairs if b.numel])
 
@@ -312,7 +303,7 @@ class ExtensionAllGather(BucketAllGather):
 
 
 def _inner_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The tensors that a subclass consists of; a plain tensor itself."""
+    """Return the tensors that a subclass consists of; a plain tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
 from torch import nn
 
 from fullshard.comm.mesh import ShardMesh
@@ -22,27 +21,16 @@ from fullshard.engine.parameters.sharded import Owner, ShardedParameter, value_o
 from fullshard.engine.parameters.slices import SliceParameter
 from fullshard.policy import MixedPrecisionPolicy
 
-__all__ = ["PER_PARAMETER", "BucketKey", "FlatShardingFormat", "ShardingFormat", "added_layouts"]
+__all__ = ["PER_PARAMETER", "FlatShardingFormat", "ShardingFormat", "added_layouts"]
 
 FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a module
-
-
-class BucketKey(NamedTuple):
-    """The properties that the parameters of a bucket share; the last is whatever else the format keeps apart."""
-
-    mesh: ShardMesh
-    dtype: torch.dtype
-    on_meta: bool
-    at_rest: torch.device
-    param_dtype: torch.dtype | None  # as of ShardedParameter
-    reduced_by: torch.dtype | None
-    group: object
 
 
 class ShardingFormat:
     """Per-parameter sharding: each parameter is a DTensor with ``Shard(0)``, or another dim that the user chose."""
 
     reduces_gradients_alone: bool = False  # as communication hooks need it: no other numbers in their message
+    has_flat_parameters: bool = False  # they are what is registered, and the original ones are attributes beside them
     _parameter_class: type[ShardedParameter] = ShardedParameter
 
     def parameter(
@@ -51,13 +39,8 @@ class ShardingFormat:
         """Make the sharded parameter for one that no unit manages yet."""
         return self._parameter_class.of(parameter, owner, fqn, placement)
 
-    @property
-    def has_flat_parameters(self) -> bool:
-        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
-        return False
-
     def shows_kept(self, *, for_backward: bool) -> bool:
-        """True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
+        """Return True if modules hold unsharded parameters that stay in memory, see [Note: Registered parameters].
 
         Args:
             for_backward: They stay from forward to backward, because the user has chosen so.
@@ -65,15 +48,15 @@ class ShardingFormat:
         return True
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
-        """The same format for a deep copy whose modules are in ``memo``."""
+        """Return the same format for a deep copy whose modules are in ``memo``."""
         return self
 
     def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of this format's class."""
+        """Return True if a parameter that another unit has kept is of this format's class."""
         return type(parameter) is self._parameter_class
 
-    def group(self, parameter: ShardedParameter) -> BucketKey:
-        """Return the key of the bucket: parameters with equal ones share it."""
+    def group(self, parameter: ShardedParameter) -> tuple[object, ...]:
+        """Return what the parameters of a bucket share: those with equal keys are in one."""
         value = value_of(parameter.sharded)
         apart: object
         if isinstance(parameter, SliceParameter):
@@ -82,9 +65,8 @@ class ShardingFormat:
             apart = SliceParameter, parameter.requires_grad if together is None else together
         else:
             apart = has_all_gather_hooks(value, parameter.fqn)
-        mesh, on_meta = parameter.placement.mesh, value.device.type == "meta"
-        asked = parameter.param_dtype, parameter.reduced_by
-        return BucketKey(mesh, value.dtype, on_meta, parameter.at_rest, *asked, apart)
+        placed = parameter.placement.mesh, value.device.type == "meta", parameter.at_rest
+        return *placed, value.dtype, parameter.param_dtype, parameter.reduced_by, apart
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
@@ -122,6 +104,7 @@ class FlatShardingFormat(ShardingFormat):
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = None if module is None else weakref.ref(module)
+        self.has_flat_parameters = module is not None
 
     def parameter(
         self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
@@ -139,16 +122,11 @@ class FlatShardingFormat(ShardingFormat):
         return super().parameter(parameter, owner, fqn, placement)
 
     def shows_kept(self, *, for_backward: bool) -> bool:
-        """As FSDP1: original parameters only for backward; those in flat parameters as long as they are there."""
+        """Show original parameters for backward only, and those in flat parameters while they are there, as FSDP1."""
         return for_backward or self.has_flat_parameters
 
-    @property
-    def has_flat_parameters(self) -> bool:
-        """True if flat parameters are what is registered, and the original ones are attributes beside them."""
-        return self._module is not None
-
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
-        """The same format for a deep copy whose modules are in ``memo``."""
+        """Return the same format for a deep copy whose modules are in ``memo``."""
         return self if self._module is None else FlatShardingFormat(memo[id(self._module())])
 
     def bucket(
@@ -163,7 +141,7 @@ class FlatShardingFormat(ShardingFormat):
     def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
         """Make the object that puts sharded and unsharded parameters into modules; register flat parameters."""
         if self._module is None:
-            return FlatRegistration(parameters)
+            return super().registration(parameters, buckets)
         module = self._module()
         assert module is not None, "a unit outlived its module"
         for name in [name for name in module._parameters if name.startswith(FLAT_PARAMETER)]:
@@ -184,28 +162,6 @@ class FlatShardingFormat(ShardingFormat):
         return FlatParameterRegistration(parameters, handles)
 
 
-class FlatRegistration(Registration):
-    """Modules hold the 1-D parts as their parameters."""
-
-    _empty: list[FlatShardedParameter]  # those of which this rank has nothing: they have no address
-
-    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
-        super().__init__(parameters)
-        flat = cast("Sequence[FlatShardedParameter]", parameters)
-        self._empty = [parameter for parameter in flat if not parameter.local.numel()]
-
-    def is_registered(self) -> bool:
-        """True if modules hold our parameters, on the memory that we gave them."""
-        for held, name, parameter in self._plain:
-            sharded, local = parameter.sharded, parameter.local
-            if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
-                return False
-        for empty in self._empty:
-            if not empty.is_in_place():
-                return False
-        return all(parameter.is_registered() for _, parameter in self._others)
-
-
 class FlatParameterRegistration(Registration):
     """Modules hold the 1-D parts as plain attributes; flat parameters are registered instead."""
 
@@ -223,14 +179,10 @@ class FlatParameterRegistration(Registration):
     def use_sharded(self) -> None:
         """Register the flat parameters; modules have the 1-D parts as attributes."""
         self.unsharded = self.copies = False
-        for owner, parameter in self._others:  # what keeps a second list of its weights has to drop the unsharded ones
-            owner.set(parameter.sharded)
-        for attributes, name, parameter in self._hidden:
-            # None keeps the place among the module's parameters, and whoever lists them skips it.
-            attributes["_parameters"][name] = None
-            attributes[name] = parameter.sharded
-        for handle in self._handles:
-            handle.parameters[handle.name] = handle.flat
+        for owner, parameter in self._owned:
+            if not owner.plain:  # a module that keeps a second list of its weights has to drop the unsharded ones
+                owner.set(parameter.sharded)
+        self._hide([parameter.sharded for _, _, parameter in self._hidden])
 
     def use_unsharded(self) -> None:
         """Register the unsharded parameters instead of the flat ones."""
@@ -239,14 +191,19 @@ class FlatParameterRegistration(Registration):
 
     def show_unsharded(self) -> None:
         """Register the flat parameters; modules have the unsharded ones as attributes."""
-        for attributes, name, parameter in self._hidden:
+        self._hide([parameter.unsharded for _, _, parameter in self._hidden])
+
+    def _hide(self, shown: Sequence[nn.Parameter]) -> None:
+        """Register the flat parameters, and have the modules' attributes show other ones."""
+        for (attributes, name, _), parameter in zip(self._hidden, shown, strict=True):
+            # None keeps the place among the module's parameters, and whoever lists them skips it.
             attributes["_parameters"][name] = None
-            attributes[name] = parameter.unsharded
+            attributes[name] = parameter
         for handle in self._handles:
             handle.parameters[handle.name] = handle.flat
 
     def holds_unsharded(self) -> bool:
-        """True: those that modules have as attributes cannot be replaced."""
+        """Return True: parameters that modules have as attributes cannot be replaced."""
         return True
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
@@ -265,9 +222,3 @@ class FlatParameterRegistration(Registration):
             attributes.pop(name, None)
         for handle in self._handles:
             handle.parameters[handle.name] = None
-
-    def is_registered(self) -> bool:
-        """True if the flat parameters are registered, on the memory that we gave them, and nothing else is."""
-        if not all(handle.is_registered() for handle in self._handles):
-            return False
-        return all(attributes["_parameters"].get(name) is None for attributes, name, _ in self._hidden)

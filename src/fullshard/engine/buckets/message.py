@@ -17,30 +17,27 @@ from typing import NamedTuple
 import torch
 
 from fullshard.comm.base import Kind, Transport
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
 from fullshard.memory import Buffer
 
-__all__ = ["Column", "Unpacking", "View", "lay_out", "message_columns", "message_copies"]
-
-
-class View(NamedTuple):
-    """A tensor on the memory of another one, ``offset`` elements from its beginning."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view, on ``tensor``."""
-        offset, shape, stride = self
-        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
+__all__ = ["Column", "MessageCopy", "Unpacking", "lay_out", "map_message"]
 
 
 class Column(NamedTuple):
     """Neighboring columns of the message, see [Note: Packed copies]."""
 
     numel: int  # in every rank's section
-    slot: int | None  # index in the layout of the parameter that they hold; None: none, or not in whole blocks
+    slot: int | None  # index of the parameter that they hold; None: padding, or what is not in whole blocks
+    rows: tuple[int, int]  # of the parameter: size of the cut dim, and elements of a row
+
+
+class MessageCopy(NamedTuple):
+    """One copy between a parameter, or its gradient, and the message."""
+
+    slot: int  # index of the parameter
+    parameter: View
+    message: View
 
 
 def lay_out(
@@ -50,6 +47,7 @@ def lay_out(
     kind: Kind = "all_gather",
     *,
     copied: bool = False,
+    ranks: int | None = None,
     within: PerParameterLayout | None = None,
 ) -> PerParameterLayout:
     """Lay out parameters for the collectives of ``transport``, which says which shards are sent packed.
@@ -60,75 +58,76 @@ def lay_out(
         itemsize: Bytes per element of the smallest dtype in which a buffer of the layout is held.
         kind: Of the collectives.
         copied: What is sent is copied in any case, because its dtype is not the one in which it is sent.
+        ranks: That the parameters are cut over. None: those of ``transport``.
         within: As for ``PerParameterLayout.build``.
     """
-    shards = direct_shards(shapes, transport.world_size, itemsize)
-    direct_bytes = transport.smallest_direct(kind, shards, copied=copied)
+    ranks = transport.world_size if ranks is None else ranks
+    smallest = transport.smallest_direct(kind, direct_shards(shapes, ranks, itemsize), copied=copied)
     return PerParameterLayout.build(
-        tuple(shapes), world_size=transport.world_size, itemsize=itemsize, direct_bytes=direct_bytes, within=within
+        tuple(shapes), world_size=ranks, itemsize=itemsize, direct_bytes=smallest, within=within
     )
 
 
-def message_columns(layout: PerParameterLayout, transport: Transport, repeated: int | None = None) -> list[Column]:
-    """Return all columns of the message, in order; none where parameters are copied one by one.
+def map_message(
+    layout: PerParameterLayout, transport: Transport, *, unpack: bool, repeated: int | None = None
+) -> tuple[list[Column], list[MessageCopy]]:
+    """Return all columns of the message, in order, and the copies of what is not copied by columns.
 
-    They are if much of the message does not lie in whole blocks, or if that is as fast where the transport runs.
+    There are no columns if much of the message does not lie in whole blocks, or if copies of single parameters are as
+    fast where the transport runs.
 
     Args:
         layout: With the message.
         transport: That sends the message.
+        unpack: From the message to unsharded parameters, which have room for padding. If not: from gradients, which
+            have none, to the message, where every rank's part has all of a replicated parameter.
         repeated: Index of a replicated parameter that is given as one row per rank.
     """
-    if not transport.copies_columns or layout.world_size == 1:
-        return []
-    packed = [(s.shard_offset, i, s) for i, s in enumerate(layout.slots) if s.shard_numel and not s.in_place]
+    packed = [
+        (s.shard_offset, i, s) for i, s in enumerate(layout.slots) if s.shard_numel and s.route is not Route.DIRECT
+    ]
     columns, end = [], layout.message_offset
-    for offset, index, slot in sorted(packed):
+    for offset, index, slot in sorted(packed) if transport.copies_columns and layout.world_size > 1 else ():
         if offset > end:
-            columns.append(Column(offset - end, None))
+            columns.append(Column(offset - end, None, (0, 0)))
+        rows = (layout.world_size, slot.shard_numel) if index == repeated else (slot.rows, slot.row_numel)
         blocks = slot.row_major and (slot.route is not Route.REPLICATED or index == repeated)
-        columns.append(Column(slot.shard_numel, index if blocks else None))
+        columns.append(Column(slot.shard_numel, index if blocks else None, rows))
         end = offset + slot.shard_numel
     rest = layout.message_offset + layout.message_numel - end
-    if rest:
-        columns.append(Column(rest, None))
-    padding = sum(column.numel for column in columns if column.slot is None)
-    return columns if 8 * padding <= layout.message_numel else []
+    if columns and rest:
+        columns.append(Column(rest, None, (0, 0)))
+    if 8 * sum(column.numel for column in columns if column.slot is None) > layout.message_numel:
+        columns = []
+    by_column = {column.slot for column in columns}
+    others = ((index, slot) for _, index, slot in packed if index not in by_column)
+    return columns, [copy for index, slot in others for copy in _copies_of(index, slot, layout, unpack=unpack)]
 
 
-def message_copies(slot: Slot, layout: PerParameterLayout, *, unpack: bool) -> Iterator[tuple[View, View]]:
-    """The copies between one parameter and the message of all ranks: one, or a second for a last shard that is smaller.
-
-    Args:
-        slot: Of the parameter.
-        layout: With the message.
-        unpack: From the message to an unsharded parameter, which has room for padding. If not: from a gradient, which
-            has none, to the message, where every rank's part has all of a replicated parameter.
-
-    Yields:
-        A view of the parameter, and one of the message.
-    """
+def _copies_of(index: int, slot: Slot, layout: PerParameterLayout, *, unpack: bool) -> Iterator[MessageCopy]:
+    """Yield the copies between one parameter and the message of all ranks: one, or two if the last shard is smaller."""
     world_size, section = layout.world_size, layout.message_numel  # the message has a section per rank
     start, numel, own = slot.shard_offset - layout.message_offset, slot.shard_numel, slot.parameter
     if slot.route is Route.REPLICATED and unpack:
-        yield View(0, (numel,), (1,)), View(start, (numel,), (1,))
+        yield MessageCopy(index, View(0, (numel,), (1,)), View(start, (numel,), (1,)))
     elif slot.route is Route.REPLICATED:
-        yield View(0, (world_size, numel), (0, 1)), View(start, (world_size, numel), (section, 1))
+        yield MessageCopy(index, View(0, (world_size, numel), (0, 1)), View(start, (world_size, numel), (section, 1)))
     elif slot.row_major:
         whole, rest = (world_size, 0) if unpack else divmod(own.numel, numel)
         if whole:
-            yield View(0, (whole, numel), (numel, 1)), View(start, (whole, numel), (section, 1))
+            yield MessageCopy(index, View(0, (whole, numel), (numel, 1)), View(start, (whole, numel), (section, 1)))
         if rest:
-            yield View(whole * numel, (rest,), (1,)), View(start + whole * section, (rest,), (1,))
+            yield MessageCopy(index, View(whole * numel, (rest,), (1,)), View(start + whole * section, (rest,), (1,)))
     else:
         whole, rest = divmod(slot.rows, slot.chunk_rows)
         step = slot.chunk_rows * own.stride[own.cut]  # from the rows of one rank to those of the next
         if whole:
             rows = (whole, *slot.local_shape(0))
-            yield View(0, rows, (step, *own.stride)), View(start, rows, (section, *slot.local_stride(0)))
+            message = View(start, rows, (section, *slot.local_stride(0)))
+            yield MessageCopy(index, View(0, rows, (step, *own.stride)), message)
         if rest:
             rows, place = slot.local_shape(whole), start + whole * section
-            yield View(whole * step, rows, own.stride), View(place, rows, slot.local_stride(whole))
+            yield MessageCopy(index, View(whole * step, rows, own.stride), View(place, rows, slot.local_stride(whole)))
 
 
 class Unpacking:
@@ -148,18 +147,15 @@ class Unpacking:
     _views: list[View]  # where it is copied from, on the message
 
     def __init__(self, layout: PerParameterLayout, unsharded: Buffer, transport: Transport) -> None:
-        self._world_size, self.targets, self._views, self._padding = layout.world_size, [], [], None
-        columns = message_columns(layout, transport)
+        columns, copies = map_message(layout, transport, unpack=True)
+        self._world_size, self._padding = layout.world_size, None
         self._sizes = [column.numel for column in columns]
         self._columns = self._column_targets(columns, layout, unsharded)
-        by_column = {column.slot for column in columns}
-        for index, slot in enumerate(layout.slots):
-            if slot.in_place or not slot.shard_numel or index in by_column:
-                continue
-            for own_view, view in message_copies(slot, layout, unpack=True):
-                offset = slot.unsharded_offset + own_view.offset
-                self.targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
-                self._views.append(view)
+        self._views = [copy.message for copy in copies]
+        self.targets = [
+            unsharded.tensor(layout.slots[index].unsharded_offset + own.offset, own.shape, own.stride)
+            for index, own, _ in copies
+        ]
 
     def _column_targets(
         self, columns: list[Column], layout: PerParameterLayout, unsharded: Buffer
@@ -167,20 +163,15 @@ class Unpacking:
         ranks, targets, end = self._world_size, [], 0
         padding = sum(column.numel for column in columns if column.slot is None) * ranks
         self._padding = Buffer(padding, unsharded.dtype, unsharded.device) if padding else None
-        for numel, slot in columns:
+        for numel, index, _ in columns:
             buffer, offset = unsharded, end
-            if slot is None:
+            if index is None:
                 assert self._padding is not None
                 buffer, end = self._padding, end + numel * ranks
             else:
-                offset = layout.slots[slot].unsharded_offset
+                offset = layout.slots[index].unsharded_offset
             targets.append(buffer.tensor(offset, (ranks, numel), (numel, 1)))
         return targets
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes held for padding at the moment."""
-        return 0 if self._padding is None else self._padding.allocated_bytes
 
     def allocate(self) -> None:
         """Give memory to the padding."""

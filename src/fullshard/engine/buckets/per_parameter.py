@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.base import Transport
+from fullshard.comm import Transport, slices_of
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAllGather
 from fullshard.engine.buckets.base import BufferBucket
-from fullshard.engine.buckets.message import lay_out
+from fullshard.engine.buckets.message import lay_out, map_message
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.layout import PerParameterLayout, Slot
+from fullshard.engine.parameters.tensor_shards import View
+from fullshard.engine.reduction.plan import Packing, ReductionPlan
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.memory import Buffer, own_storage
 
-__all__ = ["PerParameterBucket"]
+__all__ = ["PerParameterBucket", "plan_per_parameter"]
 
 
 class PerParameterBucket(BufferBucket):
@@ -26,9 +27,6 @@ class PerParameterBucket(BufferBucket):
     """
 
     layout: PerParameterLayout
-    _all_gather: PerParameterAllGather | None
-    _subgroup_all_gather: PerParameterAllGather | None
-    _subgroup_copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # into that, from the unsharded buffer
 
     def __init__(
         self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh, storage: Storage
@@ -53,61 +51,73 @@ class PerParameterBucket(BufferBucket):
     def _where(self, index: int) -> str:
         return f"{super()._where(index)}, {self.layout.slots[index].route.value}"
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded buffer and the messages of its all-gathers hold at the moment."""
-        all_gathers = (self._all_gather, self._subgroup_all_gather)
-        return super().allocated_bytes + sum(each.in_flight_bytes for each in all_gathers if each is not None)
-
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         return _shard_of(buffer, self.layout.slots[index], self.mesh.rank)
 
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        mesh = self.mesh
-        layout = lay_out([parameter.shape for parameter in parameters], mesh.exact_transport, dtype.itemsize)
-        shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
-        for parameter, slot in zip(parameters, layout.slots, strict=True):
-            _shard_of(shard, slot, mesh.rank).copy_(parameter.local)
-        copies = self._copies(layout, shard, dtype)
-        all_gather(copies.all_gather)
-        return copies.values
+    def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
-    def _make_all_gather(
-        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
-    ) -> PerParameterAllGather:
-        return PerParameterAllGather(layout, shard, unsharded, transport)
+    def _subgroup_layout(self, transport: Transport) -> PerParameterLayout:
+        shapes = [parameter.shape for parameter in self.parameters]
+        return lay_out(shapes, transport, self.storage.param_dtype.itemsize, within=self.layout)
 
-    # ---------------------------------------------------------------- reshard to a subgroup
-
-    def reshard_to_subgroup(self, size: int) -> None:
-        """Keep this rank's rows of the unsharded parameters over ``size`` consecutive ranks, to unshard from next."""
-        if self._unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
-            return
-        if self._subgroup_all_gather is None or self._subgroup_all_gather.layout.world_size != size:
-            self._plan_subgroup(size, self._unsharded)
-        assert self._subgroup_shard is not None
-        self._subgroup_shard.allocate()
-        torch._foreach_copy_(*self._subgroup_copies)
-
-    def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
-        transport = self.mesh.subgroup(size)
-        shapes = [p.shape for p in self.parameters]
-        layout = lay_out(shapes, transport, unsharded.dtype.itemsize, within=self.layout)
-        kept = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
-        shard = kept.tensor(0, (layout.shard_numel,), (1,))
-        all_gather = PerParameterAllGather(layout, shard, unsharded, transport)
+    def _subgroup_parts(
+        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, rank: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = [], []
         for slot in layout.slots:
-            own, rows = slot.parameter, slot.local_shape(transport.rank)
-            start = slot.local_rows(transport.rank)[0] * (own.stride[own.cut] if rows else 0)
-            targets.append(_shard_of(shard, slot, transport.rank))
+            own, rows = slot.parameter, slot.local_shape(rank)
+            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
+            targets.append(_shard_of(shard, slot, rank))
             sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
-        kept.free()
-        self._subgroup_shard, self._subgroup_all_gather, self._subgroup_copies = kept, all_gather, (targets, sources)
+        return targets, sources
 
 
 def _shard_of(buffer: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    """The rows of one parameter that ``rank`` holds, on a shard buffer."""
+    """Return the rows of one parameter that ``rank`` holds, as a view of a shard buffer."""
     return buffer.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset)
+
+
+def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> ReductionPlan:
+    """Plan the reduction of some parameters of a bucket. They are laid out anew, and behind them presence numbers."""
+    dtype = storage.reduce_dtype
+    shapes = [parameter.shape for parameter in parameters]
+    communicates, in_place = mesh.world_size > 1 or mesh.replicas > 1, mesh.world_size == 1
+    if communicates:
+        shapes.append(ParameterShape("<presence>", (len(parameters),), (1,), replicated=True))
+    layout = lay_out(
+        shapes,
+        mesh.replica_transport if in_place else mesh.transport,
+        min(dtype.itemsize, *(p.gradient_dtype.itemsize for p in parameters)),
+        "all_reduce" if in_place else "reduce_scatter",
+        copied=not in_place and storage.param_dtype is not dtype,
+        ranks=mesh.world_size,
+    )
+    repeated = len(parameters) if communicates else None
+    columns, copies = map_message(layout, mesh.transport, unpack=False, repeated=repeated)
+    # Without a shard axis, direct gradients are tensors of shards themselves.
+    start = layout.message_offset if in_place else 0
+    direct: dict[int, Slot] = {}
+    views = []
+    for index, slot in enumerate(layout.slots):
+        tensor, offset = 0, slot.shard_offset - start
+        if slot.route is Route.DIRECT:
+            direct[index] = slot
+            if in_place:
+                tensor, offset = len(direct), 0
+        views.append((tensor, View(offset, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank))))
+    numel = layout.message_numel
+    return ReductionPlan(
+        parameters=tuple(parameters),
+        mesh=mesh,
+        storage=storage,
+        views=tuple(views[: len(parameters)]),
+        presence=views[-1][1] if communicates else None,
+        shards_numel=layout.shard_numel - start,
+        slices=slices_of(layout, start, dtype.itemsize),
+        direct=direct,
+        packed=((layout.message_offset, numel),) if numel else (),
+        packing=Packing(0 if in_place else numel * mesh.world_size, mesh.world_size, copies, columns=columns),
+        # Nothing is packed between gradients, nor behind the last rows where ranks do not have equally many.
+        zeroes_message=mesh.transport.reads_padding or mesh.replica_transport.reads_padding,
+    )

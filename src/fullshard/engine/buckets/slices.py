@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
-from fullshard.comm.base import Transport
+from fullshard.comm import Slice, Transport
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather, issue_all_gathers
+from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.buckets.base import BufferBucket
+from fullshard.engine.buckets.message import Column, MessageCopy
 from fullshard.engine.buckets.storage import Storage
-from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.engine.parameters.slices import SliceParameter
-from fullshard.engine.reduction.plan import ReductionPlan
-from fullshard.engine.reduction.slice_plan import plan_slices
+from fullshard.engine.parameters.tensor_shards import View
+from fullshard.engine.reduction.plan import Packing, ReductionPlan
 from fullshard.layout import FlatLayout
+from fullshard.layout.per_parameter import LAYOUTS_KEPT
 from fullshard.memory import Buffer, make_comm_stream
 
 __all__ = ["SliceBucket"]
@@ -38,25 +39,21 @@ class SliceBucket(BufferBucket):
         values = [value_of(parameter.sharded) for parameter in parameters]
         itemsize = min(values[0].dtype.itemsize, storage.param_dtype.itemsize)
         alignment = max(4, 16 // itemsize)  # as vectorized kernels want it
-        self.layout = self._cut_before() or parameters[0].lay_out(parameters, mesh.world_size, alignment)
+        cut = [parameter.slot for parameter in parameters if parameter.slot is not None]
+        if len(cut) == len(parameters):  # by the layout of an earlier bucket, as far as its parameters are here
+            self.layout = FlatLayout(tuple(cut), mesh.world_size, cut[0].slice_numel)
+        else:
+            self.layout = parameters[0].lay_out(parameters, mesh.world_size, alignment)
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])
         shards, together = self.layout.shards(mesh.rank), object()
         for parameter, slot, shard, value in zip(parameters, self.layout.slots, shards, values, strict=True):
             parameter.shard, parameter.slot = shard, slot
-            if parameter.original_layout is None:
-                parameter.original_layout, parameter.cut_together = self.layout, together
+            if parameter.cut_together is None:
+                parameter.cut_together = together
             local = parameter.shard_on(self.shard_buffer)
             if shard.numel:
                 local.copy_(parameter.local_part(value))
             parameter.place(local)
-
-    def _cut_before(self) -> FlatLayout | None:
-        """The layout by which the parameters were cut, as far as they are here; None if they are whole."""
-        slots = [p.slot for p in self.slice_parameters if p.slot is not None]
-        cut = self.slice_parameters[0].original_layout
-        if cut is None or len(slots) != len(self.slice_parameters):
-            return None
-        return FlatLayout(tuple(slots), cut.world_size, cut.slice_numel)
 
     def _shard_on(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         return self.slice_parameters[index].shard_on(buffer)
@@ -74,63 +71,55 @@ class SliceBucket(BufferBucket):
             parameter.forget_layout(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
 
-    def _copies_of(
-        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
-    ) -> list[torch.Tensor]:
-        """All of the bucket by an all-gather; a part of it by broadcasts of the ranks on whose slices it lies."""
-        if len(parameters) == len(self.parameters):
-            copies = self._copies(self.layout, self.shard_buffer, dtype)
-            all_gather(copies.all_gather)
-            return copies.values
-        wanted = {id(parameter) for parameter in parameters}
-        slots = [s for p, s in zip(self.parameters, self.layout.slots, strict=True) if id(p) in wanted]
-        begin = min(slot.unsharded_offset for slot in slots)
-        end = max(slot.unsharded_offset + slot.parameter.numel for slot in slots)
-        buffer = Buffer(end - begin, dtype, self.mesh.device)
-        assert self.mesh.shard is not None
-        numel, rank = self.layout.slice_numel, self.mesh.rank
-        edges = [min(max(r * numel, begin), end) - begin for r in range(self.mesh.world_size + 1)]
-        ranges = [(first, last - first) for first, last in pairwise(edges)]
-        held = self.shard_buffer.narrow(0, min(max(begin - rank * numel, 0), numel), ranges[rank][1])
-        gather_ranges(buffer.tensor(0, (end - begin,), (1,)), ranges, held, self.mesh.shard.get_group())
-        return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
+    def _subgroup_layout(self, transport: Transport) -> FlatLayout:
+        return FlatLayout((), transport.world_size, self.layout.unsharded_numel // transport.world_size)
 
-    # ---------------------------------------------------------------- reshard to a subgroup
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded buffer, and the slice kept for a subgroup, hold at the moment."""
-        return super().allocated_bytes + (0 if self._subgroup_shard is None else self._subgroup_shard.allocated_bytes)
-
-    def reshard_to_subgroup(self, size: int) -> None:
-        """Keep this rank's slice of the unsharded buffer over ``size`` consecutive ranks, to unshard from next."""
-        unsharded = self._unsharded
-        if unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
-            return
-        transport, numel = self.mesh.subgroup(size), self.layout.unsharded_numel // size
-        if self._subgroup_all_gather is None or self._subgroup_all_gather.transport is not transport:
-            shard = Buffer(numel, unsharded.dtype, unsharded.device)
-            own = shard.tensor(0, (numel,), (1,))
-            self._subgroup_all_gather = FlatAllGather(numel, own, unsharded, transport)
-            self._subgroup_shard = shard
-        assert self._subgroup_shard is not None
-        self._subgroup_shard.allocate()
-        kept = self._subgroup_shard.tensor(0, (numel,), (1,))
-        kept.copy_(unsharded.tensor(transport.rank * numel, (numel,), (1,)))
+    def _subgroup_parts(
+        self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, rank: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [shard], [unsharded.tensor(rank * shard.numel(), tuple(shard.shape), (1,))]
 
     # ---------------------------------------------------------------- reduce
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
-        return self._all if trainable else ()
-
-    @property
-    def _all(self) -> tuple[int, ...]:
-        return tuple(range(len(self.parameters)))
+        return tuple(range(len(self.parameters))) if trainable else ()
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return plan_slices(parameters, self.mesh, self.storage, self.layout)
+        """Plan the reduction of all parameters; presence numbers are an operand of their own behind them."""
+        mesh, storage, layout = self.mesh, self.storage, self.layout
+        ranks, numel = mesh.world_size, layout.slice_numel
+        communicates = ranks > 1 or mesh.replicas > 1
+        count = len(parameters) if communicates else 0
+        shards = layout.shards(mesh.rank)
+        locals_ = [(shard.offset, parameter.local) for shard, parameter in zip(shards, parameters, strict=True)]
+        return ReductionPlan(
+            parameters=tuple(parameters),
+            mesh=mesh,
+            storage=storage,
+            views=tuple((0, View(at, tuple(local.shape), tuple(local.stride()))) for at, local in locals_),
+            presence=View(numel, (count,), (1,)) if communicates else None,
+            shards_numel=numel + count,
+            slices=(Slice(0, numel, layout.unsharded_numel * storage.reduce_dtype.itemsize),),
+            direct={},
+            packed=tuple(part for part in ((0, numel), (numel, count)) if part[1]),
+            packing=_packing(layout, communicates=communicates, by_columns=ranks > 1 and mesh.transport.copies_columns),
+            together=parameters[0].optimized is not parameters[0].sharded,
+        )
 
-    def _make_all_gather(
-        self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
-    ) -> FlatAllGather:
-        return FlatAllGather(layout.slice_numel, shard, unsharded, transport)
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _packing(layout: FlatLayout, *, communicates: bool, by_columns: bool) -> Packing:
+    """Pack gradients in the order of memory, zeros between them, and behind them all ranks' presence numbers."""
+    ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots) if communicates else 0
+    spans = [(slot.unsharded_offset, slot.parameter.numel, index) for index, slot in enumerate(layout.slots)]
+    columns, copies, gaps, end = [], [], [], 0
+    for offset, numel, index in [*sorted(spans), (sent, ranks * count, len(spans))]:
+        if offset > end:
+            columns.append(Column(offset - end, None, (1, offset - end)))
+            gaps.append(View(end, (offset - end,), (1,)))
+        if numel:
+            columns.append(Column(numel, index, (1, numel)))
+            copies.append(MessageCopy(index, View(0, (numel,), (1,)), View(offset, (numel,), (1,))))
+        end = offset + numel
+    numel = 0 if ranks == 1 else end
+    return Packing(numel, 1, columns=columns) if by_columns else Packing(numel, 1, copies, gaps)

@@ -13,11 +13,10 @@ while they compute, and the ``FlatParameter`` with all shards is what is registe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -26,7 +25,6 @@ from torch.distributed.tensor.placement_types import Shard
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine import hooks
 from fullshard.engine.parameters.placement import dtensor, region_at
-from fullshard.engine.parameters.ranges import gather_ranges
 from fullshard.engine.parameters.sharded import (
     accumulate_gradient,
     clear_gradient,
@@ -41,6 +39,7 @@ from fullshard.engine.parameters.tensor_shards import (
     TensorShard,
     TensorShards,
     full_tensor,
+    gather_ranges,
     regions_of_slice,
 )
 from fullshard.errors import FullshardError
@@ -113,13 +112,13 @@ class FlatShardedParameter(SliceParameter):
         super().forget_layout(value)
 
     def is_registered(self) -> bool:
-        """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
+        """Return True if the modules still hold the managed parameter and it still lies in the shard buffer."""
         if self.handle is not None:
             return self.handle.is_registered() and all(owner.held() is None for owner in self.owners)
         return self.is_in_place() and all(owner.held() is self.sharded for owner in self.owners)
 
     def is_in_place(self) -> bool:
-        """True if the data of the parameter object is still its view of the shard buffer."""
+        """Return True if the data of the parameter object is still its view of the shard buffer."""
         sharded, local = self.sharded, self.local
         if sharded.shape != local.shape:
             return False
@@ -129,7 +128,7 @@ class FlatShardedParameter(SliceParameter):
         return sharded.data_ptr() == local.data_ptr()
 
     def is_assigned(self) -> bool:
-        """True if a module holds another parameter object than the one that is managed, or visible."""
+        """Return True if a module holds another parameter object than the one that is managed, or visible."""
         return super().is_assigned() if self.handle is None else self.handle.is_assigned()
 
     def accept_replacement(self) -> nn.Parameter:
@@ -167,9 +166,9 @@ class FlatShardedParameter(SliceParameter):
     # ---------------------------------------------------------------- what ranks hold of it, see [Note: Tensor shards]
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's part, a view, of a tensor that is shaped as ``optimized``, such as its gradient."""
+        """Return this parameter's part, a view, of a tensor that is shaped as ``optimized``, or that part already."""
         local = value_of(value)
-        if self.handle is None:
+        if self.handle is None or local.shape == self.local.shape:
             return local
         assert self.shard is not None, f"{self.fqn} was not laid out"
         return local.reshape(-1).narrow(0, self.shard.offset, self.shard.numel)
@@ -204,26 +203,20 @@ class FlatShardedParameter(SliceParameter):
         shards = tuple(TensorShard(region.shifted(outer.offsets), part) for region, part in regions)
         return TensorShards(whole, local.dtype, local.device, shards, equal=True)
 
-    def full_from(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+    def full_from(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the unsharded tensor that is shaped as ``optimized`` on all ranks. A collective.
 
         Args:
             value: This rank's part of it, in any dtype.
-            only_on: Global rank that needs it. None: all.
 
         Returns:
-            A new tensor on the compute device; None on most ranks that do not need it.
+            A new tensor on the compute device.
         """
-        if self.placement.own is None:
-            return self._gather(value, only_on)
-        whole = self._gather(value)  # ranks along its other mesh axes take part in the next collective
-        assert whole is not None
-        return full_tensor(self.placement.unsharded(whole))
+        return full_tensor(self.placement.unsharded(self._gather(value)))
 
     def reshard(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is shaped as ``optimized`` as ``fully_shard`` would shard it. A collective."""
         whole = self._gather(value)
-        assert whole is not None
         if self.placement.mesh.shard is None:  # whole in the model's own state dict as well
             return self.placement.unsharded(whole)
         return self.shard_of(whole, whole.device)
@@ -236,36 +229,17 @@ class FlatShardedParameter(SliceParameter):
             mesh.shard or mesh.device_mesh, axes, self.shape.stride, lambda coordinate: self.shard_view(coordinate[0])
         )
 
-    def _gather(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+    def _gather(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the parameter over the shard axis, with its strides."""
         mesh, shape = self.placement.mesh, self.shape
         local = self.part_of(value).to(mesh.device.type)
-        make = partial(torch.empty_strided, shape.shape, shape.stride, dtype=local.dtype, device=local.device)
+        whole = torch.empty_strided(shape.shape, shape.stride, dtype=local.dtype, device=local.device)
         if mesh.shard is None or mesh.world_size == 1:
-            return make().copy_(local.view(shape.shape))
+            return whole.copy_(local.view(shape.shape))
         assert self.slot is not None, f"{self.fqn} was not laid out"
-        group, ranges = mesh.shard.get_group(), [self.slot.shard(rank)[:2] for rank in range(mesh.world_size)]
-        if only_on is None:
-            whole = make()
-            gather_ranges(whole, ranges, local, group)
-            return whole
-        ranks = dist.get_process_group_ranks(group)
-        if only_on not in ranks:
-            return None  # a replica of another shard group
-        receiver = ranks.index(only_on)
-        receives = mesh.rank == receiver
-        elements = make().as_strided((shape.numel,), (1,)) if receives else local.new_empty(0)
-        held = [numel * local.itemsize for _, numel in ranges]
-        # All ranks take part, also those with nothing to send: the first operation of a group on NCCL needs all of its
-        # ranks. As bytes, because NCCL does not support every dtype.
-        dist.all_to_all_single(
-            elements.view(torch.uint8),
-            local.contiguous().view(-1).view(torch.uint8),
-            held if receives else [0] * len(held),
-            [held[mesh.rank] if rank == receiver else 0 for rank in range(mesh.world_size)],
-            group=group,
-        )
-        return elements.as_strided(shape.shape, shape.stride) if receives else None
+        ranges = (self.slot.shard(rank)[:2] for rank in range(mesh.world_size))
+        gather_ranges(whole, ranges, local, mesh.shard.get_group())
+        return whole
 
     # ---------------------------------------------------------------- gradients
 
@@ -306,7 +280,7 @@ class FlatShardedParameter(SliceParameter):
             self.refuse_own_gradient()
 
     def take_requires_grad(self) -> None:
-        """As users have set it on the unsharded parameter: in a visible flat parameter, all have the flag of that."""
+        """Take the flag of the unsharded parameter, or keep that of the flat parameter, which all in it have."""
         if self.handle is None:
             super().take_requires_grad()
         else:
@@ -407,12 +381,12 @@ class FlatParamHandle:
         self._describe()
 
     def is_registered(self) -> bool:
-        """True if the flat parameter is registered and on the shard buffer."""
+        """Return True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
         return not self.is_assigned() and flat.data_ptr() == self._address
 
     def is_assigned(self) -> bool:
-        """True if the module holds another parameter object."""
+        """Return True if the module holds another parameter object."""
         return self.parameters.get(self.name) is not self.flat
 
     @property

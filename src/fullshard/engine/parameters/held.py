@@ -15,8 +15,7 @@ from fullshard.engine.parameters.tensor_shards import (
     shards_like,
     views_of,
 )
-from fullshard.layout import ParameterShape, PerParameterLayout
-from fullshard.layout.regions import chunk_of
+from fullshard.layout import ParameterShape, chunk_of
 
 __all__ = ["HeldParts"]
 
@@ -52,15 +51,14 @@ class HeldParts:
         """
         return shards_like(self.sharded, value, name)
 
-    def full_from(self, value: torch.Tensor, only_on: int | None = None) -> torch.Tensor | None:
+    def full_from(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the unsharded tensor that is sharded as ``optimized`` over all ranks. A collective.
 
         Args:
             value: This rank's part of it, in any dtype.
-            only_on: Global rank that needs it. None: all.
 
         Returns:
-            A new tensor on the compute device; None on most ranks that do not need it.
+            A new tensor on the compute device.
         """
         return full_tensor(sharded_like(self.sharded, value)).clone()
 
@@ -72,12 +70,7 @@ class HeldParts:
 
     def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:
         """Return this rank's shard of an unsharded (local) tensor, copied to a device, as ``fully_shard`` keeps it."""
-        mesh = self.placement.mesh
-        layout = PerParameterLayout.build((self.shape,), world_size=mesh.world_size, itemsize=1, direct_bytes=0)
-        shape, stride = layout.slots[0].local_shape(mesh.rank), layout.slots[0].local_stride(mesh.rank)
-        start, stop = layout.slots[0].local_rows(mesh.rank)
-        rows = whole if self.shape.replicated else whole.narrow(self.shape.cut, start, stop - start)
-        local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=device).copy_(rows)
+        local = HeldParts.local_part(self, whole).to(device, copy=True)
         return dtensor(local, self.placement.sharded_spec(whole.dtype))
 
     def views(self) -> ShardViews:

@@ -115,7 +115,7 @@ class ShardedParameter(HeldParts):
     pending_owners: tuple[Owner, ...]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
     sharded: nn.Parameter
     local: torch.Tensor
-    outer: torch.UntypedStorage  # that the DTensor itself refers to, see [Note: Assigned data]
+    outer: torch.UntypedStorage | None = None  # that a DTensor itself refers to, see [Note: Assigned data]
     unsharded: nn.Parameter
     followed: bool  # its flag requires_grad, as the sharded one had it when they were last compared
     reduce_dtype: torch.dtype  # of its gradients
@@ -156,7 +156,7 @@ class ShardedParameter(HeldParts):
         return cls(parameter, [owner], (fqn,), placement, shape)
 
     def is_in_place(self) -> bool:
-        """True if the sharded parameter has its part of the shard buffer for its local tensor."""
+        """Return True if the sharded parameter has its part of the shard buffer for its local tensor."""
         return value_of(self.sharded) is self.local
 
     def place(self, local: torch.Tensor) -> None:
@@ -191,11 +191,12 @@ class ShardedParameter(HeldParts):
 
     def check_data(self) -> None:
         """Raise FullshardError if a value was assigned to the DTensor's ``.data``, see [Note: Assigned data]."""
-        if torch._C._storage_address(self.sharded) != self.outer._cdata:  # type: ignore[attr-defined]
+        outer = self.outer
+        if outer is not None and torch._C._storage_address(self.sharded) != outer._cdata:  # type: ignore[attr-defined]
             raise self.lost_data()
 
     def lost_data(self) -> FullshardError:
-        """The error for a value that was assigned to ``.data``."""
+        """Make the error for a value that was assigned to ``.data``."""
         return FullshardError(
             f"{self.fqn}: a tensor was assigned to .data of this parameter, which does not reach its shard; write the "
             "value in place, param.data.copy_(value), with the value as a DTensor of its placements where the "
@@ -362,7 +363,7 @@ class ShardedParameter(HeldParts):
             self.accumulate_in_reduce_dtype()
 
     def is_registered(self) -> bool:
-        """True if the modules still hold the sharded parameter and it still lies in the shard buffer.
+        """Return True if the modules still hold the sharded parameter and it still lies in the shard buffer.
 
         Loads with ``assign=True``, ``to_empty`` and changes of dtype replace it, see [Note: Write-back].
         """
@@ -373,7 +374,7 @@ class ShardedParameter(HeldParts):
         return sharded._local_tensor is self.local  # type: ignore[attr-defined]
 
     def is_assigned(self) -> bool:
-        """True if a module holds another parameter object than the one that is managed."""
+        """Return True if a module holds another parameter object than the one that is managed."""
         return any(owner.held() is not self.sharded for owner in self.owners)
 
     def accept_replacement(self) -> nn.Parameter:
@@ -513,7 +514,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """True if ``accumulate_gradient`` calls functions of users."""
+    """Return True if ``accumulate_gradient`` calls functions of users."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
     return any(getattr(parameter, name, None) for name in hooks)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
 from fullshard.memory import own_storage
 
@@ -22,8 +22,7 @@ class SliceParameter(ShardedParameter):
     """A parameter of which a rank holds what lies in its slice of the unsharded buffer."""
 
     shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
-    slot: FlatSlot | None = None  # where the parameter lies in its original layout
-    original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
+    slot: FlatSlot | None = None  # in its first layout, kept by rebuilt buckets: other slices would need an all-gather
     cut_together: object | None = None  # the same for all of one original bucket; others may be laid out alike
 
     @staticmethod
@@ -31,12 +30,12 @@ class SliceParameter(ShardedParameter):
         """Lay out whole parameters of this class, each from a multiple of ``alignment`` elements on."""
         return FlatLayout.build(tuple(p.shape for p in parameters), world_size=world_size, alignment=alignment)
 
-    def shard_view(self, rank: int) -> ShardView:
+    def shard_view(self, rank: int) -> View:
         """Return the shard of a rank as a view of the whole parameter: 1-D, or all of it where nothing is cut."""
         if self.slot is None or self.placement.mesh.world_size == 1:
-            return ShardView(self.shape.shape, self.shape.stride, 0)
+            return View(0, self.shape.shape, self.shape.stride)
         shard = self.slot.shard(rank)
-        return ShardView((shard.numel,), (1,), shard.start)
+        return View(shard.start, (shard.numel,), (1,))
 
     def shard_on(self, buffer: torch.Tensor) -> torch.Tensor:
         """Make the shard on a buffer of this rank's slice."""
@@ -49,7 +48,7 @@ class SliceParameter(ShardedParameter):
 
     def forget_layout(self, value: torch.Tensor) -> None:
         """Hold ``value``, the whole parameter, until it is laid out anew."""
-        self.shard = self.slot = self.original_layout = self.cut_together = None
+        self.shard = self.slot = self.cut_together = None
         self.place(value)
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
@@ -62,6 +61,5 @@ class SliceParameter(ShardedParameter):
     def copy_for(self, memo: dict[int, Any]) -> Self:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
-        copied.shard, copied.slot = self.shard, self.slot
-        copied.original_layout, copied.cut_together = self.original_layout, self.cut_together
+        copied.shard, copied.slot, copied.cut_together = self.shard, self.slot, self.cut_together
         return copied

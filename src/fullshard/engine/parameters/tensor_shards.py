@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, broadcast, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -28,11 +29,12 @@ from fullshard.layout import FlatShard, Region, regions_of_range
 
 __all__ = [
     "IrregularDTensor",
-    "ShardView",
     "ShardViews",
     "TensorShard",
     "TensorShards",
+    "View",
     "full_tensor",
+    "gather_ranges",
     "local_of",
     "regions_of_slice",
     "sharded_axes",
@@ -168,27 +170,34 @@ def shards_like(parameter: torch.Tensor, value: torch.Tensor, name: str) -> Tens
 # ---------------------------------------------------------------- all ranks
 
 
-class ShardView(NamedTuple):
-    """The shard of one rank as a view of the unsharded tensor: a block, or a range of elements in memory order."""
+class View(NamedTuple):
+    """A view of a tensor's memory: a block, or a range of elements, such as one rank's shard of an unsharded tensor.
 
+    Args:
+        offset: In elements, from the tensor's first one.
+        shape: Of the view.
+        stride: Of the view.
+    """
+
+    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the shard in an unsharded tensor with the parameter's strides, a view."""
-        return full.as_strided(self.shape, self.stride, int(full.storage_offset()) + self.offset)
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``tensor``."""
+        offset, shape, stride = self
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
 
     def cut(self, value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """Return the shard in an unsharded tensor: a view if its strides are the parameter's, else of a copy."""
         if tuple(value.stride()) != stride:
             value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-        return self.of(value)
+        return self.on(value)
 
 
 class IrregularDTensor(DTensor):
@@ -201,7 +210,7 @@ class IrregularDTensor(DTensor):
         """Return the regions of the tensor that this rank holds, and its memory of each."""
         raise NotImplementedError
 
-    def view_at(self, coordinate: Sequence[int]) -> ShardView:
+    def view_at(self, coordinate: Sequence[int]) -> View:
         """Return the shard of the rank at ``coordinate`` of the mesh."""
         raise NotImplementedError
 
@@ -219,7 +228,7 @@ class ShardViews(NamedTuple):
     mesh: DeviceMesh
     axes: list[int]
     stride: tuple[int, ...]
-    at: Callable[[Sequence[int]], ShardView]
+    at: Callable[[Sequence[int]], View]
 
 
 def views_of(tensor: torch.Tensor) -> ShardViews:
@@ -255,11 +264,11 @@ def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]
     return [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
 
 
-def _view_at(tensor: DTensor, coordinate: Sequence[int]) -> ShardView:
+def _view_at(tensor: DTensor, coordinate: Sequence[int]) -> View:
     if isinstance(tensor, IrregularDTensor):
         return tensor.view_at(coordinate)
     region, stride = region_at(tensor, coordinate), tuple(tensor.stride())
-    return ShardView(region.sizes, stride, sum(map(operator.mul, region.offsets, stride)))
+    return View(sum(map(operator.mul, region.offsets, stride)), region.sizes, stride)
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -270,3 +279,33 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
     if local.device.type != mesh.device_type:  # offloaded, but its group communicates on the accelerator
         value = dtensor_like(local.to(mesh.device_type), value)
     return value.full_tensor()
+
+
+def gather_ranges(
+    whole: torch.Tensor, ranges: Iterable[tuple[int, int]], local: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    """Gather the ranges of elements, in the order of memory, that each rank of a group holds of a tensor. A collective.
+
+    Few ranks hold any of one tensor, and each range is received in place.
+
+    Args:
+        whole: Dense memory of the tensor, to be filled.
+        ranges: First element and number of elements of each rank.
+        local: This rank's elements, dense.
+        group: The process group.
+    """
+    flat, works = whole.as_strided((whole.numel(),), (1,)), []
+    traced = torch.compiler.is_compiling()  # into a graph, which has no collectives that write to what they are given
+    for source, (start, numel) in enumerate(ranges):
+        part = flat.narrow(0, start, numel)
+        if numel and source == group.rank():
+            part.copy_(local.as_strided((numel,), (1,), local.storage_offset()))
+        if not numel or group.size() == 1:
+            continue
+        if traced:
+            part.copy_(wait_tensor(broadcast(part, source, group)))  # type: ignore[no-untyped-call]
+        else:
+            works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -17,10 +17,9 @@ import torch
 
 from fullshard.comm import CommRequest, GradScaling, Operand, Transport, launch_all
 from fullshard.engine.reduction.plan import Gradients, ReductionPlan
-from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput, ShardedGradients
 from fullshard.memory import Buffer, CommStream, PendingWork, Stream, Work, host_buffer, run_on
 
-__all__ = ["GradReduction", "ReductionTerms", "issue_all_reduces", "issue_reduce_scatters"]
+__all__ = ["GradReduction", "PartialReduceOutput", "ReductionTerms", "issue_all_reduces", "issue_reduce_scatters"]
 
 
 class ReductionTerms(NamedTuple):
@@ -47,14 +46,15 @@ class GradReduction:
     transport: Transport  # of the reduce-scatter
     all_reduced_later: bool  # there are replicas, but its shards wait for the all-reduce of a later one
     reduce_scattered: bool  # the first stage is over
+    tensors: list[torch.Tensor]  # the tensors of shards, as the plan says
+    present: list[bool]  # parameters that have a gradient on this rank
+    expected: list[bool]  # parameters that may have one on any rank; equal on all
     _partial_reduce_output: PartialReduceOutput  # of the bucket: where shards are kept that are not all-reduced now
-    _earlier: ShardedGradients | None  # that are all-reduced together with these
     _inputs: Gradients
     _pieces: Sequence[torch.Tensor]  # of the first tensor of shards: what operands are reduced into
     _operands: list[Operand]
     _message: Buffer | torch.Tensor | None  # the packed gradients of all ranks; a tensor is the transport's own memory
     _pending_work: PendingWork | None  # of the present stage
-    _shards: ShardedGradients
     _finalized: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of sharded gradients
     _leaving: list[torch.Tensor]  # what is being copied to the host: a side stream still reads it
 
@@ -69,14 +69,13 @@ class GradReduction:
         self.plan, self.terms, self.transport = plan, terms, plan.mesh.transport
         self._partial_reduce_output = partial_reduce_output
         self.all_reduced_later, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
-        present = [gradient is not None for gradient in gradients]
+        self.present, self.expected = [gradient is not None for gradient in gradients], expected
         self._inputs = plan.inputs(gradients, writable=plan.reduces_in_place or terms.scatter.before != 1)
-        self._earlier = partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
+        partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
-        tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
+        tensors = self.tensors = self._finalized = plan.new_shards(self._inputs, zeros=terms.hook is not None)
         self._pieces = plan.pieces_of(tensors)
         self._operands = plan.direct_operands(self._inputs, tensors, self._pieces)
-        self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
         if not self.all_reduced_later and (dtype := plan.sharded_dtype) is not plan.dtype:
             self._finalized = [torch.empty_like(each, dtype=dtype) for each in tensors]
         self._pending_work, self._message, self._leaving = None, None, []
@@ -89,7 +88,7 @@ class GradReduction:
         Without a shard axis there is none: the first tensor of shards is packed.
         """
         plan, numel = self.plan, self.plan.packing.numel
-        memory = self._shards.tensors[0]
+        memory = self.tensors[0]
         if numel:
             own = self.transport.allocate("reduce_scatter", numel, plan.dtype, plan.mesh.device)
             self._message = Buffer(numel, plan.dtype, plan.mesh.device) if own is None else own
@@ -103,7 +102,7 @@ class GradReduction:
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:
-        """The operands of the reduce-scatter."""
+        """Return the operands of the reduce-scatter."""
         return CommRequest(unit, self._operands, self.terms.scatter)
 
     def end_reduce_scatter(self) -> bool:
@@ -112,20 +111,25 @@ class GradReduction:
         self._pending_work.wait()
         self._free_inputs()
         if self.all_reduced_later:
-            self._partial_reduce_output.keep(self._shards)
+            self._partial_reduce_output.keep(self)
         if not self.plan.all_reduces or self.all_reduced_later:
             return False
-        for earlier in (self._earlier, self._partial_reduce_output.take(self.plan)):
-            if earlier is not None:
-                self._shards.add(earlier)
-        self._earlier = None
+        earlier = self._partial_reduce_output.take(self.plan)
+        if earlier is not None:
+            self.add(earlier)
         return True
+
+    def add(self, other: GradReduction) -> None:
+        """Add the shards of other microbatches, reduced by the same plan."""
+        torch._foreach_add_(self.tensors, other.tensors)
+        self.present = [a or b for a, b in zip(self.present, other.present, strict=True)]
+        self.expected = [a or b for a, b in zip(self.expected, other.expected, strict=True)]
 
     # ---------------------------------------------------------------- second stage: all-reduce over replicas
 
     def all_reduce_request(self, unit: str) -> CommRequest:
-        """The operands of the all-reduce."""
-        return CommRequest(unit, self.plan.all_reduce_operands(self._shards.tensors), self.terms.replicas)
+        """Return the operands of the all-reduce."""
+        return CommRequest(unit, self.plan.all_reduce_operands(self.tensors), self.terms.replicas)
 
     # ---------------------------------------------------------------- third stage: sharded gradients
 
@@ -134,12 +138,12 @@ class GradReduction:
         terms = self.terms
         if terms.hook is not None:
             with torch.no_grad():
-                for index, shards in enumerate(self._shards.tensors):
+                for index, shards in enumerate(self.tensors):
                     seen = shards[: self.plan.presence_offset] if index == 0 else shards
                     if seen.numel():
                         run_on(terms.hook_stream, terms.hook, seen)
-        if self._finalized is not self._shards.tensors:
-            torch._foreach_copy_(self._finalized, self._shards.tensors)
+        if self._finalized is not self.tensors:
+            torch._foreach_copy_(self._finalized, self.tensors)
         if self.plan.ends_on_host:
             hosts = [host_buffer(each.numel(), each.dtype, pin=terms.pin_memory) for each in self._finalized]
             for host, shards in zip(hosts, self._finalized, strict=True):
@@ -151,19 +155,19 @@ class GradReduction:
         assert self.reduce_scattered and self._pending_work is not None
         self._pending_work.wait()
         self._leaving = []
-        self._shards.tensors = self._finalized
+        self.tensors = self._finalized
 
     def is_of_same_bucket(self, other: GradReduction) -> bool:
-        """True if the gradients of both are accumulated into the same parameters."""
+        """Return True if the gradients of both are accumulated into the same parameters."""
         return self._partial_reduce_output is other._partial_reduce_output
 
     @property
     def is_read_by_host(self) -> bool:
         """True if the host has to wait for the result: offloaded gradients, or presence numbers of missing ones."""
-        plan, shards = self.plan, self._shards
+        plan = self.plan
         if plan.ends_on_host:
             return True
-        reads_presence = plan.presence is not None and not self.terms.zeros_for_missing and shards.misses_some
+        reads_presence = plan.presence is not None and not self.terms.zeros_for_missing and self.misses_some
         return reads_presence and plan.mesh.device.type != "cpu" and not self.all_reduced_later
 
     def accumulate(self) -> None:
@@ -173,9 +177,23 @@ class GradReduction:
             return
         if self.plan.ends_on_host:
             self._pending_work.synchronize()
-        shards = self._shards
-        present = [True] * len(shards.present) if self.terms.zeros_for_missing else shards.present_anywhere()
-        self.plan.accumulate(shards.tensors, present)
+        present = [True] * len(self.present) if self.terms.zeros_for_missing else self.present_anywhere()
+        self.plan.accumulate(self.tensors, present)
+
+    @property
+    def misses_some(self) -> bool:
+        """True if parameters have no gradient on this rank that may have one on others."""
+        if self.present == self.expected:
+            return False
+        return any(wanted and not here for wanted, here in zip(self.expected, self.present, strict=True))
+
+    def present_anywhere(self) -> list[bool]:
+        """Find parameters with a gradient on any rank, see [Note: Gradients that are missing on some ranks]."""
+        presence = self.plan.presence
+        if presence is None or not self.misses_some:
+            return self.present  # nobody has what is missing: it is frozen
+        elsewhere = presence.on(self.tensors[0]).tolist()
+        return [here or abs(somewhere) > 0 for here, somewhere in zip(self.present, elsewhere, strict=True)]
 
     def abandon(self) -> None:
         """Drop it after a failure; what is in flight is waited for, because its memory is used again."""
@@ -193,6 +211,60 @@ class GradReduction:
         elif self._message is not None:
             self.transport.release("reduce_scatter", self._message)
         self._inputs, self._operands, self._pieces, self._message = [], [], (), None
+
+
+class PartialReduceOutput:
+    """The gradients of a bucket that wait for their all-reduce over replicas: the only place that knows of them.
+
+    Microbatches with ``set_requires_all_reduce(False)`` leave them. They are added up by plan until a reduction by the
+    same plan does all-reduce.
+    """
+
+    _needed: set[ReductionPlan]  # whose last reduction, as far as it has begun, was one without an all-reduce
+    _kept: dict[ReductionPlan, GradReduction]  # sums of those whose reduce-scatter has ended
+
+    def __init__(self) -> None:
+        self._needed, self._kept = set(), {}
+
+    @property
+    def needs_all_reduce(self) -> bool:
+        """True if there are such gradients, or will be once a reduction in flight has ended."""
+        return bool(self._needed)
+
+    def needed_by(self, plan: ReductionPlan) -> bool:
+        """Return True if gradients that were reduced by ``plan`` need an all-reduce."""
+        return plan in self._needed
+
+    def begin(self, plan: ReductionPlan, *, all_reduce: bool) -> None:
+        """Note that a reduction begins: gradients of its plan will wait for an all-reduce, or it takes them along."""
+        if plan.all_reduces and not all_reduce:
+            self._needed.add(plan)
+        else:
+            self._needed.discard(plan)
+
+    def keep(self, reduction: GradReduction) -> None:
+        """Keep the shards of a reduction that does not all-reduce."""
+        kept = self._kept.setdefault(reduction.plan, reduction)
+        if kept is not reduction:
+            kept.add(reduction)
+
+    def take(self, plan: ReductionPlan) -> GradReduction | None:
+        """Take the shards that wait for the all-reduce of this plan: those of reductions that were issued earlier."""
+        return self._kept.pop(plan, None)
+
+    def drop(self, plan: ReductionPlan | None = None) -> None:
+        """Forget the gradients of one plan, or all."""
+        for each in [*self._needed, *self._kept] if plan is None else [plan]:
+            self._needed.discard(each)
+            self._kept.pop(each, None)
+
+    def by_parameter(self) -> dict[int, torch.Tensor]:
+        """Return this rank's shards of the gradients that wait, by the id of the ShardedParameter."""
+        shards: dict[int, torch.Tensor] = {}
+        for kept in self._kept.values():
+            found = zip(kept.plan.parameters, kept.plan.views, kept.present_anywhere(), strict=True)
+            shards |= {id(p): view.on(kept.tensors[tensor]) for p, (tensor, view), there in found if there}
+        return shards
 
 
 _Named = tuple[str, GradReduction]  # with the name of its unit

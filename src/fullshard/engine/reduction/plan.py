@@ -18,14 +18,15 @@ import torch
 
 from fullshard.comm import Operand, Slice
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.message import View
+from fullshard.engine.buckets.message import Column, MessageCopy
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
 from fullshard.memory import empty
 
-__all__ = ["Gradients", "PackCopy", "PackedRows", "Packing", "ReductionPlan"]
+__all__ = ["Gradients", "Packing", "ReductionPlan"]
 
 Gradients = list["torch.Tensor | None"]
 
@@ -34,28 +35,12 @@ MAX_PRESENCES_KEPT = 8
 MAX_ZEROS_KEPT = 64  # bytes: padding between shards is shorter than their alignment
 
 
-class PackCopy(NamedTuple):
-    """One copy from a gradient, or from the presence numbers, into the message."""
-
-    gradient: int  # index of the parameter; the presence numbers come behind all of them
-    source: View | None  # None: as they are, which is how presence numbers are kept
-    target: View
-
-
 class _Pieces(NamedTuple):
     """How the first tensor of shards is cut into the shards of operands."""
 
     sizes: list[int]  # of all pieces, in order, also of those that nothing is reduced into
     direct: list[tuple[int, int, tuple[Slice, ...]]]  # index of a gradient, index of its piece, slices of its operand
     packed: list[tuple[int, tuple[Slice, ...]]]  # the same of operands of the message, in order: piece, slices
-
-
-class PackedRows(NamedTuple):
-    """What is packed as neighboring columns of the message, see [Note: Packed copies]."""
-
-    numel: int  # of a rank's part
-    gradient: int | None  # index of the parameter; the presence numbers come behind all of them; None: zeros
-    shape: tuple[int, int]  # rows of the cut dim, and elements of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +52,10 @@ class Packing:
 
     numel: int  # of the message; 0 without a shard axis
     ranks: int
-    copies: Sequence[PackCopy] = ()
+    copies: Sequence[MessageCopy] = ()  # from gradients; the presence numbers come behind all of them
     gaps: Sequence[View] = ()  # between what the copies fill: zeros
-    rows: Sequence[PackedRows] = ()  # what one kernel fills; copies fill the rest
-    _zeros: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)  # padding of rows
+    columns: Sequence[Column] = ()  # what one kernel fills; copies fill the rest
+    _zeros: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)  # padding
 
     def pack(self, inputs: Gradients, memory: torch.Tensor) -> None:
         """Copy gradients, zeros for missing ones, and presence numbers into ``memory``.
@@ -79,8 +64,8 @@ class Packing:
             inputs: One gradient for each parameter, None where there is none, and the presence numbers.
             memory: As large as the message, in the dtype in which gradients are sent.
         """
-        if self.rows:
-            self._pack_rows(inputs, memory)
+        if self.columns:
+            self._pack_columns(inputs, memory)
         zeros, targets, sources = [gap.on(memory) for gap in self.gaps], [], []
         for index, source, target in self.copies:
             gradient, place = inputs[index], target.on(memory)
@@ -88,30 +73,30 @@ class Packing:
                 zeros.append(place)
             else:
                 targets.append(place)
-                sources.append(gradient if source is None else source.on(gradient))
+                sources.append(source.on(gradient))
         if zeros:
             torch._foreach_zero_(zeros)
         if targets:  # on one rank there may be neither gradients nor presence numbers
             torch._foreach_copy_(targets, sources)
 
-    def _pack_rows(self, inputs: Gradients, memory: torch.Tensor) -> None:
-        """Pack what lies in whole rows, with one kernel if gradients are in the dtype of the message, or bf16 for fp32.
+    def _pack_columns(self, inputs: Gradients, memory: torch.Tensor) -> None:
+        """Pack what lies in columns, with one kernel if gradients are in the dtype of the message, or bf16 for fp32.
 
         For other pairs of dtypes torch pads, concatenates and casts in steps of their own.
         """
-        packed = [None if each.gradient is None else inputs[each.gradient] for each in self.rows]
+        packed = [None if each.slot is None else inputs[each.slot] for each in self.columns]
         dtypes = {gradient.dtype for gradient in packed if gradient is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else memory.dtype
         parts = [
             self._padding(each.numel, dtype, memory.device)
             if gradient is None
-            else gradient.to(dtype).as_strided(each.shape, (each.shape[1], 1))
-            for each, gradient in zip(self.rows, packed, strict=True)
+            else gradient.to(dtype).as_strided(each.rows, (each.rows[1], 1))
+            for each, gradient in zip(self.columns, packed, strict=True)
         ]
         torch._chunk_cat(parts, 0, self.ranks, out=memory.view(self.ranks, -1))
 
     def _padding(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""
+        """Return zeros for every rank, which are kept unless they are as many as a large missing gradient has."""
         found = self._zeros.get((numel, dtype))
         if found is None:
             found = torch.zeros((self.ranks, numel), dtype=dtype, device=device)
@@ -141,7 +126,6 @@ class ReductionPlan:
     # What is not packed has to be zero in the message, because a transport quantizes padding together with gradients.
     # What is there also gets into the shards that are reduced over replicas.
     zeroes_message: bool = False
-    dtensors: bool = True  # sharded gradients are DTensors; if not, 1-D parts of flattened parameters
     together: bool = False  # one parameter that is optimized gets all gradients: a visible flat parameter
     _presence_numbers: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict, repr=False)  # sent of late
 
@@ -183,7 +167,7 @@ class ReductionPlan:
     # ---------------------------------------------------------------- gradients as they are sent
 
     def inputs(self, gradients: Gradients, *, writable: bool) -> Gradients:
-        """Gradients (unsharded, one per parameter, None where there are none) as they are sent, and presence numbers.
+        """Bring gradients (unsharded, None where there are none) into what is sent, and add presence numbers.
 
         Direct ones become flat, padded to equal shards. ``gradients`` is emptied, so that each is freed as soon as it
         is cast.
@@ -218,7 +202,7 @@ class ReductionPlan:
         return copy
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
-        """The presence numbers, in a row for each rank: kept, because making some copies them to the device."""
+        """Return the presence numbers, in a row for each rank: kept, because making some copies them to the device."""
         present, kept = tuple(gradient is not None for gradient in gradients), self._presence_numbers
         if present not in kept:
             if len(kept) >= MAX_PRESENCES_KEPT:
@@ -230,12 +214,12 @@ class ReductionPlan:
     @cached_property
     def presence_dtype(self) -> torch.dtype:
         """The dtype of this rank's presence numbers: that of gradients, as all that one kernel packs."""
-        return self.storage.param_dtype if self.packing.rows else self.dtype
+        return self.storage.param_dtype if self.packing.columns else self.dtype
 
     # ---------------------------------------------------------------- operands
 
     def new_shards(self, inputs: Gradients, *, zeros: bool) -> list[torch.Tensor]:
-        """The tensors of shards, contents undefined unless ``zeros``."""
+        """Make the tensors of shards, contents undefined unless ``zeros``."""
         first = empty(self.shards_numel, self.dtype, self.mesh.device)
         if zeros:
             first.zero_()
@@ -243,7 +227,7 @@ class ReductionPlan:
         return [first, *(each for each in direct if each is not None)]
 
     def pieces_of(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first tensor of shards, cut where operands of the reduce-scatter begin and end; none if in place.
+        """Cut the first tensor of shards where operands of the reduce-scatter begin and end; no pieces if in place.
 
         One call makes all of them, where a view of each takes several times as long.
         """
@@ -273,7 +257,7 @@ class ReductionPlan:
     def direct_operands(
         self, inputs: Gradients, shards: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
     ) -> list[Operand]:
-        """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
+        """Return the operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
         if self.reduces_in_place:
             return [Operand(each, each) for each in shards]
         return [
@@ -283,7 +267,7 @@ class ReductionPlan:
         ]
 
     def packed_operands(self, pieces: Sequence[torch.Tensor], message: torch.Tensor) -> list[Operand]:
-        """The operands that reduce-scatter the message into the first tensor of shards."""
+        """Return the operands that reduce-scatter the message into the first tensor of shards."""
         operands, start = [], 0
         for piece, slices in self._pieces.packed:
             sent = pieces[piece].numel() * self.mesh.world_size
@@ -293,7 +277,7 @@ class ReductionPlan:
         return operands
 
     def all_reduce_operands(self, shards: Sequence[torch.Tensor]) -> list[Operand]:
-        """The operands that all-reduce the tensors of shards over replicas."""
+        """Return the operands that all-reduce the tensors of shards over replicas."""
         first, *direct = shards
         if self.mesh.replica_transport.hooked:  # the first operand is for the hook: gradients only
             assert not direct, "communication hooks are for flattened parameters"
@@ -319,7 +303,7 @@ class ReductionPlan:
 
 
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
+    """Return ``gradient`` with the parameter's dtype and strides: nearly always it has them already."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     if gradient.is_complex():

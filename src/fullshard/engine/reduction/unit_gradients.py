@@ -97,7 +97,7 @@ class UnitGradients:
             )
 
     def pending(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
-        """The parameters with gradients to be reduced: the unsharded one, and the shard that needs an all-reduce."""
+        """List parameters with gradients to be reduced: the unsharded one, and the shard that needs an all-reduce."""
         shards: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
             shards |= bucket.partial_reduce_output.by_parameter()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.engine.parameters.tensor_shards import ShardView
+from fullshard.engine.parameters.tensor_shards import View
 from fullshard.memory import Work
 from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup
 
@@ -108,7 +108,7 @@ class _MessageSlot(NamedTuple):
     """Location of one matrix's shard and flag in a tensor of messages, in elements."""
 
     start: int
-    shard: ShardView
+    shard: View
     flag: int
 
     def on(self, messages: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Round:
             if index in missing and not any(received[slot.flag].item() for slot in slots):
                 continue
             full = found[index] = self.matrices[index].empty_full(self.dtype, received.device)
-            torch._foreach_copy_([slot.shard.of(full) for slot in slots], [slot.on(received) for slot in slots])
+            torch._foreach_copy_([slot.shard.on(full) for slot in slots], [slot.on(received) for slot in slots])
         return found
 
     def send_back(self, updates: dict[int, torch.Tensor]) -> PendingExchange:
@@ -198,7 +198,7 @@ class Round:
         for index, slots in self._owned_slots.items():
             if index in updates:
                 full = self.matrices[index].in_memory_order(updates[index])
-                torch._foreach_copy_([slot.on(message) for slot in slots], [slot.shard.of(full) for slot in slots])
+                torch._foreach_copy_([slot.on(message) for slot in slots], [slot.shard.on(full) for slot in slots])
             else:
                 for slot in slots:
                     message[slot.flag] = 0.0
@@ -232,7 +232,7 @@ class Round:
         return PendingExchange(work, message, received)
 
 
-def _lay_out(messages: Sequence[Sequence[ShardView]]) -> tuple[list[list[_MessageSlot]], list[int]]:
+def _lay_out(messages: Sequence[Sequence[View]]) -> tuple[list[list[_MessageSlot]], list[int]]:
     """Lay out messages, one to or from each rank: the shards, then their flags. Return slots and sizes per message."""
     slots, sizes, start = [], [], 0
     for shards in messages:

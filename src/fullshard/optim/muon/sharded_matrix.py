@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import part_of
 from fullshard.engine.parameters.sharded import managed_by
-from fullshard.engine.parameters.tensor_shards import ShardView, ShardViews, views_of
+from fullshard.engine.parameters.tensor_shards import ShardViews, View, views_of
 
 __all__ = ["ShardGroup", "ShardedMatrix", "matrix_shape"]
 
@@ -52,7 +52,7 @@ class ShardedMatrix:
     shape: tuple[int, int]
     stride: tuple[int, ...]
     shard_group: ShardGroup | None = None
-    shards: tuple[ShardView, ...] = ()
+    shards: tuple[View, ...] = ()
 
     @classmethod
     def of(cls, parameter: torch.Tensor, group: int, name: str) -> ShardedMatrix:
@@ -101,7 +101,7 @@ def matrix_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(managed.placement.shape if managed is not None and managed.sharded is parameter else parameter.shape)
 
 
-def _shards_of(views: ShardViews) -> tuple[ShardGroup, tuple[ShardView, ...]]:
+def _shards_of(views: ShardViews) -> tuple[ShardGroup, tuple[View, ...]]:
     """Return the ranks that differ from this one only on the axes that shard a matrix, and what they hold of it."""
     mesh, here = views.mesh, views.mesh.get_coordinate()
     assert here is not None, "this rank is not on the parameter's mesh"

@@ -74,11 +74,11 @@ def saved_state(
 
     def leaf(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor | None:
         if is_full:
-            found = _full_state(original, value, is_sharded, target)
+            found = _full_state(original, value, is_sharded)
         else:
             found = _sharded_state(original, value, is_sharded)
             found = found if isinstance(found, DTensor) else found.clone()
-        if found is None or not receives:
+        if not receives:
             return None
         return found.cpu() if config.offload_to_cpu else found
 
@@ -394,22 +394,19 @@ def _groups_of_mesh(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
     return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
-def _full_state(
-    original: LocalParameter, value: torch.Tensor, is_sharded: bool, only_on: int | None = None
-) -> torch.Tensor | None:
+def _full_state(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor:
     """Return a state as a full tensor. All ranks of ``_gather_groups`` call it.
 
     Args:
         original: The parameter.
         value: A state of ``original.parameter``.
         is_sharded: True if the state is sharded as the parameter.
-        only_on: Global rank that needs the result. None: all.
 
     Returns:
-        A new tensor, on the device where the unit computes; None on most ranks that do not need it.
+        A new tensor, on the device where the unit computes.
     """
     if is_sharded and original.sharded is not None:
-        return original.sharded.full_from(value, only_on)
+        return original.sharded.full_from(value)
     return full_tensor(sharded_like(original.parameter, value) if is_sharded else value.detach()).clone()
 
 
