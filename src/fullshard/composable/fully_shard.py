@@ -189,10 +189,10 @@ def fully_shard(
             changed = (name for name, value in arguments.items() if value is not None and value != usual.get(name))
             return shard_as_planned(api, module, policy, changed)
         _shard_inside(api, module, policy, arguments)
+    form = sharding_format(api, layout, granularity, first_rank)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     place = placer(api, ranks, shard_placement_fn)
-    form = sharding_format(api, layout, granularity, first_rank)
     policy_of_unit = _policy(api, mp_policy, offload_policy)._replace(form=form)
     _shard(api, modules, ranks, place, policy_of_unit, reshard, ignored_params, FSDPModule)
     if isinstance(reshard, int) and not isinstance(reshard, bool):

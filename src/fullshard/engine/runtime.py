@@ -178,9 +178,9 @@ class Runtime:
             if not unit.open_forwards:
                 unit.modules_run.clear()
                 unit.phase = forward.resumes
-                if not unit.phase.is_backward:
+                if not unit.phase.is_backward and not unit.user_unshards:
                     with hooks.outside_transforms():
-                        self._reshard_after_forward(unit, has_backward=False)
+                        unit.reshard()  # whatever the settings say: its all-gather may have failed
         except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
             unit.free_after_failure()
         finally:
