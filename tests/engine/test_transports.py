@@ -39,8 +39,6 @@ from fullshard.comm import (
 from fullshard.comm.base import issue_all
 from fullshard.comm.collective import nccl_reduction
 from fullshard.comm.group_costs import smallest_direct
-from fullshard.comm.groups import record_of
-from fullshard.comm.hosts import Routes
 from fullshard.comm.pooled import SymmetricMemory
 from fullshard.comm.summation import fold
 from ranks import Rank, on_ranks
@@ -303,7 +301,6 @@ def test_what_was_issued_lands_before_a_later_calls_error_is_raised(error: type[
 def test_small_operands_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
     """Two or more small ones, whatever their units and dtypes, cost each peer one message; large ones one each."""
     log = MessageLog(rank.group)
-    record_of(log).routes = Routes([range(rank.world_size)], rank.rank)
     transport = GlooTransport(log)
 
     def bytes_sent(operation: str, *units: list[tuple[int, torch.dtype]]) -> list[int]:

@@ -25,13 +25,6 @@ FAULTS: list[Fault] = [
         ("checkpoint/test_barrier.py",),
     ),
     Fault(
-        "comm/gloo.py",
-        "        relays = [self._relayed(arrivals, partial(relay, arrivals), relay_of) for arrivals in far.values()]\n",
-        "        relays = []\n",
-        "What comes from another host is not passed on within this one.",
-        ("engine/test_hosts.py",),
-    ),
-    Fault(
         "ranks/watchdog.py",
         "                abort(group)\n",
         "                pass\n",

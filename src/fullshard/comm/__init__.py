@@ -2,7 +2,6 @@
 
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives; a single rank
 - ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
-- ``hosts.py``        which ranks share a host, and who passes messages on
 - ``group_costs.py``  which shards NCCL sends packed
 - ``custom.py``       custom collectives and communication hooks of users
 - ``pooled.py``       custom collectives in memory of NCCL's

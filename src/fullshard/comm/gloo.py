@@ -1,11 +1,11 @@
-"""Gloo: every rank sends its shards straight to every other rank, or to one on each other host.
+"""Gloo: every rank sends its shards straight to every other rank.
 
 Why not gloo's own collectives: one unit of 12.6 M fp32 parameters on two ranks of one machine (median of six,
 docs/design/transports.md has the script): one flat all-gather 45 ms, one all-gather per parameter issued
 together 20 ms, the direct exchange 14 ms; reduce-scatter 36 to 56 ms, all-reduce 26 ms, all-to-all and a
 local sum 20 ms, the direct exchange and a local sum 14 ms. The exchange needs no staging copy of shards of at least
 ``direct_bytes`` either, and it sums in rank order, so the result does not depend on how many messages were in flight.
-All of that is for two ranks or more; a single rank has a transport of its own, which sends nothing.
+All of that is for two ranks or more; a single rank has a separate transport, which sends nothing.
 
 [Note: Joined messages]
 A message costs its latency, however small. So the small shards of one launch, whichever units and dtypes they are of,
@@ -15,7 +15,6 @@ work out the same offsets, for sizes and dtypes are equal on all ranks. A shard 
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,11 +24,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport
-from fullshard.comm.collective import all_gather_single
 from fullshard.comm.groups import GroupRecord, record_of
-from fullshard.comm.hosts import RelayThread, Routes, this_host
 from fullshard.comm.summation import fold
-from fullshard.memory import HostCommStream, HostWork, Work, wait_for_all
+from fullshard.memory import HostWork, Work, wait_for_all
 
 __all__ = ["GlooTransport"]
 
@@ -43,8 +40,8 @@ class GlooTransport(Transport):
     """Transport of CPU ranks over TCP, with direct messages between ranks.
 
     All-gathers send bytes, of any dtype. Sums are in rank order and in the dtype of the tensors; on more than two
-    ranks, bf16 and fp16 tensors are summed in fp32 and rounded once on each host. Scaling before the sum multiplies the
-    inputs in place, in their dtype.
+    ranks, bf16 and fp16 tensors are summed in fp32 and rounded once. Scaling before the sum multiplies the inputs in
+    place, in their dtype.
 
     Args:
         group: The ranks.
@@ -54,10 +51,12 @@ class GlooTransport(Transport):
     direct_bytes: int = 64 * 1024
 
     _record: GroupRecord
+    _peers: list[int]  # nearest first, so that not all ranks send to the same one at once
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._record = record_of(group)
+        self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = [operand for request in requests for operand in request.operands]
@@ -71,12 +70,8 @@ class GlooTransport(Transport):
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = _scaled_before(requests)
-        exchange = self._exchange("reduce_scatter", requests)
-        own, targets = (
-            [_part(operand, self.rank) for operand, _ in operands],
-            [operand.shard for operand, _ in operands],
-        )
-        return self._sums(exchange, operands, own, targets, _part)
+        targets = [operand.shard for operand, _ in operands]
+        return self._sums(self._exchange("reduce_scatter", requests), operands, targets, _part)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         """[Note: All-reduce over gloo]
@@ -89,37 +84,34 @@ class GlooTransport(Transport):
         """
         operands = _scaled_before(requests)
         exchange = self._exchange("all_reduce", requests)
-        own = [self._share(operand, self.rank) for operand, _ in operands]
-        works = self._sums(exchange, operands, own, own, self._share)
+        shares = [self._share(operand, self.rank) for operand, _ in operands]
+        works = self._sums(exchange, operands, shares, self._share)
         if self.world_size == 2:
             return works
-        spread = partial(
-            self._spread, self._exchange("all_reduce", requests), own, [operand for operand, _ in operands]
-        )
-        return [HostWork(works, spread)]
+        second = self._exchange("all_reduce", requests)
+        return [HostWork(works, partial(self._spread, second, shares, [operand for operand, _ in operands]))]
 
     def _spread(self, exchange: _Exchange, sums: Sequence[torch.Tensor], operands: Sequence[Operand]) -> None:
-        """Second half of an all-reduce: send the sums of this rank's shares to all, and wait for theirs."""
-        wait_for_all(self._send_to_all(exchange, sums, operands, self._share, "waits"))
+        """Send the sums of this rank's shares to all, and wait for theirs: the second half of an all-reduce."""
+        wait_for_all(self._send_to_all(exchange, sums, operands, self._share))
 
     def all_to_all(self, unit: str, arrived: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[Work]:
-        """Send a tensor to each rank, and receive one of each, some of them empty; in rank order.
+        """Send a tensor to each rank, and receive one from each, in rank order. Tensors may be empty.
 
         Args:
             unit: As of ``CommRequest``.
-            arrived: Where they are received. This rank's own is copied there.
-            sent: Of the same sizes on the ranks that receive them.
+            arrived: Tensors to receive into. This rank's part is copied there.
+            sent: Tensors of the same sizes as those that the ranks receive.
 
         Returns:
-            Works of the back end, as of other collectives.
+            Works to wait for, each once and in order.
         """
         exchange = self._exchange("all_to_all", [CommRequest(unit, [])])
-        peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        arrivals = [arrival for peer in peers for arrival in exchange.receive(peer, [arrived[peer]])]
-        for peer in peers:
+        arrivals = [arrival for peer in self._peers for arrival in exchange.receive(peer, [arrived[peer]])]
+        for peer in self._peers:
             exchange.send(peer, exchange.pack([sent[peer]]))
         arrived[self.rank].copy_(sent[self.rank])
-        return [*arrivals, exchange.sent()]
+        return [*arrivals, *exchange.sends]
 
     def _share(self, operand: Operand, rank: int) -> torch.Tensor:
         """Return the share of an all-reduced tensor that ``rank`` sums."""
@@ -131,109 +123,46 @@ class GlooTransport(Transport):
         return tensor.narrow(0, start, min(size, numel - start))
 
     def _send_to_all(
-        self,
-        exchange: _Exchange,
-        sent: Sequence[torch.Tensor],
-        operands: Sequence[Operand],
-        part: _PartOf,
-        relay_of: str = "launches",
+        self, exchange: _Exchange, sent: Sequence[torch.Tensor], operands: Sequence[Operand], part: _PartOf
     ) -> list[Work]:
-        """Send the same to every rank, and receive each rank's part of the operands in its place."""
-        routes = self._routes
-
-        def receive(peer: int, owner: int) -> list[_Arrival]:
-            return exchange.receive(peer, [part(operand, owner) for operand in operands])
-
-        here = [arrival for peer in routes.neighbors for arrival in receive(peer, peer)]
-        far = {owner: receive(owner, owner) for owner in routes.relayed[self.rank]}
-        here += [a for peer in routes.neighbors for owner in routes.relayed[peer] for a in receive(peer, owner)]
+        """Send the same tensors to every rank, and receive each rank's part of the operands in its place."""
+        arrivals: list[Work] = []
+        for peer in self._peers:
+            arrivals += exchange.receive(peer, [part(operand, peer) for operand in operands])
         messages = exchange.pack(sent)
-        for peer in [*routes.counterparts, *routes.neighbors]:  # the slow ones first
+        for peer in self._peers:
             exchange.send(peer, messages)
-
-        def relay(arrivals: Sequence[_Arrival]) -> None:
-            for peer in routes.neighbors:
-                exchange.send(peer, [arrival.message.memory for arrival in arrivals])
-
-        relays = [self._relayed(arrivals, partial(relay, arrivals), relay_of) for arrivals in far.values()]
-        return [*relays, *here, exchange.sent()]
+        return [*arrivals, *exchange.sends]
 
     def _sums(
         self,
         exchange: _Exchange,
         operands: Sequence[tuple[Operand, GradScaling]],
-        own: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         part: _PartOf,
     ) -> list[Work]:
-        """Send every rank its part of the operands; add up what arrives, and this rank's ``own``, in ``targets``.
-
-        Of ranks of other hosts come sums over their hosts, and they are sent the same.
-        """
-        routes = self._routes
-        terms: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in own]
-        # What comes first of the others is received in the target itself, unless this rank's own lies there.
-        first = min([*routes.neighbors] if len(routes.hosts) == 1 else routes.counterparts, default=-1)
-
-        def parts(owner: int) -> list[torch.Tensor]:
-            return [part(operand, owner) for operand, _ in operands]
-
-        relay_sums: list[tuple[list[_Arrival], Callable[[], None]]] = []
-        relayed = routes.relayed[self.rank]
-        for owner in relayed if routes.neighbors else ():
-            for_owner: list[dict[int, torch.Tensor]] = [{self.rank: mine} for mine in parts(owner)]
-            waited: list[_Arrival] = []
-            for peer in routes.neighbors:
-                for term in for_owner:
-                    term[peer] = torch.empty_like(term[self.rank])
-                waited += exchange.receive(peer, [term[peer] for term in for_owner])
-            relay_sums.append((waited, partial(self._relay_sums, exchange, owner, for_owner)))
+        """Send every rank its part of the operands; add up what arrives, and this rank's part, in ``targets``."""
+        terms: list[dict[int, torch.Tensor]] = []
+        for (operand, _), target in zip(operands, targets, strict=True):
+            own = part(operand, self.rank)
+            terms.append({self.rank: target if own.data_ptr() == target.data_ptr() else own})
         arrivals: list[list[_Arrival]] = [[] for _ in operands]
-        for peer in [*routes.counterparts, *routes.neighbors]:
-            for term, mine, target in zip(terms, own, targets, strict=True):
-                term[peer] = target if peer == first and target is not mine else torch.empty_like(target)
+        first = min(self._peers)  # whose part is received in the target, unless this rank's part lies there
+        for peer in self._peers:
+            for term, target in zip(terms, targets, strict=True):
+                is_free = peer == first and target is not term[self.rank]
+                term[peer] = target if is_free else torch.empty_like(target)
             for arrival in exchange.receive(peer, [term[peer] for term in terms]):
                 for index in arrival.message.indices:
                     arrivals[index].append(arrival)
-        for owner in () if routes.neighbors else relayed:
-            exchange.send(owner, exchange.pack(parts(owner)))
-        for peer in routes.neighbors:
-            for owner in [*routes.relayed[peer], peer]:
-                exchange.send(peer, exchange.pack(parts(owner)))
+        for peer in self._peers:
+            exchange.send(peer, exchange.pack([part(operand, peer) for operand, _ in operands]))
         sums = [
-            HostWork(arrivals[index], partial(self._add_up, term, target, scaling))
+            HostWork(arrivals[index], partial(_add_up, term, target, scaling))
             for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
         ]
-        relays = [self._relayed(waited, relay, "launches") for waited, relay in relay_sums]
         # What was sent may be overwritten by sums: it has to be gone first.
-        return [*relays, exchange.sent(), *sums]
-
-    def _relayed(self, arrivals: Sequence[_Arrival], relay: Callable[[], None], relay_of: str) -> Work:
-        """Return a work that is done when ``relay``, which passes on what arrives, has been called.
-
-        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits. What
-        follows launches has another thread than what follows waits, whose order may be another one.
-        """
-        work = HostWork(arrivals, relay)
-        if not self._routes.neighbors:
-            return work
-        if relay_of not in self._record.relays:
-            self._record.relays[relay_of] = RelayThread()
-        return self._record.relays[relay_of].wait_for(work)
-
-    def _relay_sums(self, exchange: _Exchange, owner: int, terms: Sequence[dict[int, torch.Tensor]]) -> None:
-        """Send a rank of another host what this host has for it."""
-        exchange.send(owner, exchange.pack([_fold_in_order(term, self.rank) for term in terms]))
-
-    def _add_up(self, terms: dict[int, torch.Tensor], target: torch.Tensor, scaling: GradScaling) -> None:
-        """Add the terms of this host, and the sums of others, in an order that does not depend on which came first."""
-        here = self._routes.host
-        by_host = {rank: term for rank, term in terms.items() if rank not in here}
-        if by_host:
-            own = {rank: terms[rank] for rank in here}
-            by_host[min(here)] = _fold_in_order(own, self.rank) if len(own) > 1 else own[self.rank]
-        ordered = by_host or terms
-        fold([ordered[rank] for rank in sorted(ordered)], target, 1 / scaling.after)
+        return [*exchange.sends, *sums]
 
     def _exchange(self, kind: str, requests: Sequence[CommRequest]) -> _Exchange:
         """Begin an exchange with the next tag, which is equal on ranks where kind, units and count are."""
@@ -241,25 +170,6 @@ class GlooTransport(Transport):
         what = "\0".join((kind, *(request.unit for request in requests))).encode()
         tag = _TAG | (zlib.crc32(what) % 0x4000) * _COUNTED | count
         return _Exchange(self.group, tag, self.direct_bytes)
-
-    @functools.cached_property
-    def _routes(self) -> Routes:
-        """See [Note: Messages between hosts]. Not known before the first launch, which all ranks take part in."""
-        if self._record.routes is None:
-            self._record.routes = Routes(self._hosts(), self.rank)
-        return self._record.routes
-
-    def _hosts(self) -> list[list[int]]:
-        """The ranks of each host."""
-        if self.world_size < 3:  # each has nobody to pass anything on to
-            return [[rank] for rank in range(self.world_size)]
-        own = torch.tensor(list(this_host()), dtype=torch.uint8, device="cpu")
-        every = own.new_empty(self.world_size * own.numel())
-        gathered = all_gather_single(every, own, group=self.group, async_op=True)
-        assert gathered is not None, "an asynchronous collective returns a work"
-        HostCommStream().issue(lambda: [gathered], lambda: None).wait()
-        names = [bytes(name.tolist()) for name in every.chunk(self.world_size)]
-        return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 
 
 class _Message(NamedTuple):
@@ -292,16 +202,16 @@ class _Exchange:
     both directions of a real link then take turns.
     """
 
+    sends: list[Work]
     _group: dist.ProcessGroup
     _tag: int
     _small: int  # tensors of fewer bytes are joined
-    _sends: list[Work]
 
     def __init__(self, group: dist.ProcessGroup, tag: int, small: int) -> None:
-        self._group, self._tag, self._small, self._sends = group, tag, small, []
+        self._group, self._tag, self._small, self.sends = group, tag, small, []
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The messages that carry ``tensors``."""
+        """Return the messages that carry ``tensors``."""
         messages = self._messages(tensors)
         for message in messages:
             for tensor, place in message.copies:
@@ -310,19 +220,15 @@ class _Exchange:
 
     def send(self, peer: int, messages: Sequence[torch.Tensor]) -> None:
         """Start sending what ``pack`` made."""
-        self._sends += [self._group.send([message], peer, self._tag) for message in messages]
+        self.sends += [self._group.send([message], peer, self._tag) for message in messages]
 
     def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[_Arrival]:
         """Start receiving what ``peer`` packed of tensors of the same sizes."""
         messages = self._messages(tensors)
         return [_Arrival(self._group.recv([each.memory], peer, self._tag), each) for each in messages]
 
-    def sent(self) -> HostWork:
-        """Return a work that waits for all that is sent until it is waited for."""
-        return HostWork((), lambda: wait_for_all(self._sends))
-
     def _messages(self, tensors: Sequence[torch.Tensor]) -> list[_Message]:
-        """Large tensors one by one, then small ones together, unless there is only one. Empty ones are not sent."""
+        """Return messages of single large tensors, then one of all small ones. Empty tensors are not sent."""
         sizes = [tensor.nbytes for tensor in tensors]
         small = [index for index, size in enumerate(sizes) if 0 < size < self._small]
         joined = small if len(small) > 1 else []
@@ -347,7 +253,7 @@ def _part(operand: Operand, rank: int) -> torch.Tensor:
 
 
 def _scaled_before(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradScaling]]:
-    """All operands of a launch, scaled as they are before the sum, with how the sum is scaled."""
+    """Scale all operands of a launch as they are before the sum, and return them with how the sum is scaled."""
     operands = [(operand, request.scaling) for request in requests for operand in request.operands]
     for operand, scaling in operands:
         if scaling.before != 1:
@@ -355,8 +261,6 @@ def _scaled_before(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradS
     return operands
 
 
-def _fold_in_order(terms: dict[int, torch.Tensor], rank: int) -> torch.Tensor:
-    """Add the terms of several ranks in their order, in memory of one that is not ``rank``'s, and return it."""
-    target = terms[min(terms.keys() - {rank})]
-    fold([terms[each] for each in sorted(terms)], target)
-    return target
+def _add_up(terms: dict[int, torch.Tensor], target: torch.Tensor, scaling: GradScaling) -> None:
+    """Add terms in the order of their ranks, whichever came first, and scale the sum."""
+    fold([terms[rank] for rank in sorted(terms)], target, 1 / scaling.after)

@@ -20,9 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
-from fullshard.comm.hosts import RelayThread, Routes
-
-__all__ = ["GroupRecord", "part_of", "record_of"]
+__all__ = ["GroupRecord", "device_for", "part_of", "record_of"]
 
 Part = tuple[tuple[int, ...], str]  # ranks and purpose
 
@@ -34,15 +32,11 @@ class GroupRecord:
     Args:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
-        routes: Which ranks of it share a host; None: not known yet.
-        relays: The threads that pass messages of other hosts on: of launches, and of what waiting sends.
         made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
     """
 
     exchanges: int = 0
     parts: dict[Part, dist.ProcessGroup] = field(default_factory=dict)
-    routes: Routes | None = None
-    relays: dict[str, RelayThread] = field(default_factory=dict)
     made: Counter[Part] = field(default_factory=Counter)
 
 
@@ -52,6 +46,16 @@ _records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.We
 def record_of(group: dist.ProcessGroup) -> GroupRecord:
     """Return the record of ``group``."""
     return _records.setdefault(group, GroupRecord())
+
+
+def device_for(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
+    """Return a device that ``group`` has a back end for: ``preferred`` if it does."""
+    kinds = sorted(device.type for device in group._device_types)
+    if preferred.type in kinds:
+        return preferred
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def part_of(

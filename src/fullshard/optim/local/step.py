@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import compress
-from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,10 +34,6 @@ __all__ = ["WITHOUT_HOOKS", "LocalStep", "State", "own_step"]
 
 State = dict[Any, dict[Any, Any]]  # state of an optimizer, by parameter or local tensor
 
-Tensors = list[Any]  # plain tensors and DTensors
-
-_GRADIENT, _LOCAL, _SPEC, _DTYPE = map(attrgetter, ("grad", "_local_tensor", "_spec", "dtype"))
-
 # Attributes of an optimizer that steps without hooks of its own.
 WITHOUT_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
@@ -53,22 +47,20 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return found
 
 
-class StateColumn(NamedTuple):
-    """The values of one name in the state of some parameters.
+class ShownEntry(NamedTuple):
+    """A local tensor that stands for a DTensor in the state of a parameter.
 
     Args:
-        entries: The state of each parameter.
-        name: The name.
-        values: The user's values, with DTensors.
-        shown: The values that the optimizer sees, with local tensors.
-        size: How many names there are.
+        entries: The state of the parameter.
+        name: The name of the entry.
+        users: The DTensor.
+        local: Its local tensor.
     """
 
-    entries: list[Any]
+    entries: dict[Any, Any]
     name: Any
-    values: list[Any]
-    shown: list[Any]
-    size: int
+    users: DTensor
+    local: torch.Tensor
 
 
 class DividedStep(Protocol):
@@ -119,89 +111,63 @@ class LocalStep:
 class _LocalView:
     """The groups and the state of an optimizer, with local tensors in place of DTensors while it is open.
 
-    Its loops over parameters run in C, each over one kind of object: a step of many small parameters waits for memory.
-
     Args:
         optimizer: The optimizer.
         with_requires_grad: True if local tensors require gradients where the parameters do, as some steps ask for.
     """
 
     state: State
-    _groups: list[tuple[int, Tensors]]  # tensors that are stepped, by the number of their group
-    _stepped: list[tuple[Tensors, Tensors, list[Any]]]  # parameters, what is stepped for them, entries of the state
-    _columns: list[StateColumn]
-    _is_new: bool  # there may be state that was not there before
+    _groups: list[tuple[int, list[torch.Tensor]]]  # tensors that are stepped, by the number of their group
+    _stepped: dict[torch.Tensor, torch.Tensor]  # what is stepped for each parameter
+    _shown: list[ShownEntry]
 
     def __init__(self, optimizer: Optimizer, *, with_requires_grad: bool) -> None:
-        self._optimizer, self._with_requires_grad, self._is_new = optimizer, with_requires_grad, with_requires_grad
+        self._optimizer, self._with_requires_grad = optimizer, with_requires_grad
         self._options = [dict(group) for group in optimizer.param_groups]
-        self.state, self._groups, self._stepped, self._columns = defaultdict(dict), [], [], []
+        self.state, self._groups, self._stepped, self._shown = defaultdict(dict), [], {}, []
 
     def parameters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the parameter of each local tensor."""
-        return {local: p for some, tensors, _ in self._stepped for p, local in zip(some, tensors, strict=True)}
+        return {stepped: parameter for parameter, stepped in self._stepped.items()}
 
     def open(self) -> None:
         """Find the local tensors of all parameters with gradients, and give them their gradients and state."""
         state: Any = self._optimizer.state
-        others: list[tuple[int, Tensors]] = []
+        others: list[tuple[int, list[torch.Tensor]]] = []
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, group in enumerate(self._optimizer.param_groups):
-                gradients = list(map(_GRADIENT, group["params"]))
-                given = [gradient is not None for gradient in gradients]
-                listed, gradients = list(compress(group["params"], given)), list(compress(gradients, given))
-                are_sharded = [type(parameter) in SHARDED_TYPES for parameter in listed]
-                parameters, gradients = list(compress(listed, are_sharded)), list(compress(gradients, are_sharded))
-                entries = list(map(state.get, parameters))
-                are_plain = {torch.Tensor}.issuperset(map(type, map(_LOCAL, parameters)))
-                are_local = are_plain and _are_alike(gradients, parameters)
-                columns = _columns(parameters, entries) if are_local else None
-                if columns is None:
-                    parameters, gradients, entries, columns = [], [], [], []
-                local = self._show_local(parameters, gradients, entries, columns)
-                rest = [p for p in listed if type(p) not in SHARDED_TYPES] if parameters else listed
-                self._add(rest, rest, list(map(state.get, rest)))
-                self._groups.append((number, local + [p for p in rest if not isinstance(p, DTensor)]))
+                listed = [parameter for parameter in group["params"] if parameter.grad is not None]
+                sharded = [parameter for parameter in listed if type(parameter) in SHARDED_TYPES]
+                are_local = all(p in self._stepped or _is_local(p, state.get(p)) for p in sharded)
+                for parameter in listed:
+                    if parameter not in self._stepped:
+                        is_local = are_local and type(parameter) in SHARDED_TYPES
+                        self._stepped[parameter] = self._show_local(parameter) if is_local else parameter
+                        if (entries := state.get(parameter)) is not None:
+                            self.state[self._stepped[parameter]] = entries
+                stepped = [self._stepped[parameter] for parameter in listed]
                 # Foreach kernels take no list of DTensors and plain tensors.
-                others.append((number, [p for p in rest if isinstance(p, DTensor)]))
+                self._groups.append((number, [tensor for tensor in stepped if not isinstance(tensor, DTensor)]))
+                others.append((number, [tensor for tensor in stepped if isinstance(tensor, DTensor)]))
         self._groups += [(number, tensors) for number, tensors in others if tensors]
         self.state.update(_shared_entries(state))
 
-    def _add(self, parameters: Tensors, tensors: Tensors, entries: list[Any]) -> None:
-        """Have tensors stepped, with the state of the parameters."""
-        self._stepped.append((parameters, tensors, entries))
-        self._is_new = self._is_new or not all(entries)
-        given = [each is not None for each in entries]
-        self.state.update(zip(compress(tensors, given), compress(entries, given), strict=True))
-
-    def _show_local(
-        self, parameters: Tensors, gradients: Tensors, entries: list[Any], columns: list[StateColumn]
-    ) -> Tensors:
-        """Have the local tensors of parameters stepped, with their gradients and state, and return them."""
-        tensors, own = list(map(_LOCAL, parameters)), list(map(_LOCAL, gradients))
-        are_usual = all(map(torch.Tensor.dim, tensors)) and set(map(_DTYPE, own)) == set(map(_DTYPE, tensors))
-        if self._with_requires_grad or not are_usual:
-            aliases = {id(p): self._alias(p, gradient) for p, gradient in zip(parameters, own, strict=True)}
-            tensors, own = [aliases[id(parameter)] for parameter in parameters], list(map(_with_dims, own))
-            columns = [
-                each if each.shown is each.values else each._replace(shown=list(map(_with_dims, each.shown)))
-                for each in columns
-            ]
-        self._add(parameters, tensors, entries)
-        for local, gradient in zip(tensors, own, strict=True):
-            local.grad = gradient
-        self._columns += columns
-        for column in columns:
-            if column.shown is not column.values:
-                for each, entry in zip(column.entries, column.shown, strict=True):
-                    each[column.name] = entry
-        return tensors
-
-    def _alias(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a local tensor that is an object of its own, of which more than its gradient is set."""
-        local = _with_dims(parameter._local_tensor.detach())
-        local.requires_grad_(self._with_requires_grad and parameter.requires_grad)
-        local.grad_dtype = gradient.dtype
+    def _show_local(self, parameter: Any) -> torch.Tensor:
+        """Return the local tensor of a parameter, with its gradient, and show local tensors in its state."""
+        local: torch.Tensor = parameter._local_tensor
+        gradient: torch.Tensor = parameter.grad._local_tensor
+        if self._with_requires_grad or not local.dim() or gradient.dtype is not local.dtype:
+            # More than the gradient is set, so it is another object than the parameter's.
+            local, gradient = _with_dims(local.detach()), _with_dims(gradient)
+            local.requires_grad_(self._with_requires_grad and parameter.requires_grad)
+            local.grad_dtype = gradient.dtype
+        local.grad = gradient
+        entries = self._optimizer.state.get(parameter) or {}
+        for name, entry in entries.items():
+            if isinstance(entry, DTensor):
+                shown = ShownEntry(entries, name, entry, _with_dims(entry._local_tensor))
+                entries[name] = shown.local
+                self._shown.append(shown)
         return local
 
     def step(self, part: set[int] | None, *args: Any, **kwargs: Any) -> Any:
@@ -230,39 +196,26 @@ class _LocalView:
 
     def close(self) -> None:
         """Show DTensors in the state again, and take the gradients from the local tensors."""
-        is_new = self._is_new
-        for column in self._columns:
-            is_new = is_new or set(map(len, column.entries)) != {column.size}
-            left = [each.get(column.name) for each in column.entries]
-            is_known = list(map(is_, left, column.shown))
-            is_new = is_new or not all(is_known)
-            if column.shown is not column.values:
-                for each, users in zip(
-                    compress(column.entries, is_known), compress(column.values, is_known), strict=True
-                ):
-                    each[column.name] = users
+        state: Any = self._optimizer.state
+        for shown in self._shown:
+            if shown.entries.get(shown.name) is shown.local:
+                shown.entries[shown.name] = shown.users
         with torch.inference_mode(False), torch.no_grad():
-            for parameters, tensors, entries in self._stepped:
-                if tensors is not parameters:
-                    for local in tensors:
-                        local.grad = None
-                if is_new:
-                    for each in zip(parameters, tensors, entries, strict=True):
-                        self._show_users(*each)
-        self._optimizer.state.update(_shared_entries(self.state))
+            for parameter, stepped in self._stepped.items():
+                left = self.state.get(stepped)
+                if stepped is not parameter:
+                    stepped.grad = None
+                    _show_users(parameter, stepped, left or {})
+                if left is not None and left is not state.get(parameter):
+                    state[parameter] = left
+        state.update(_shared_entries(self.state))
 
-    def _show_users(self, parameter: Any, local: torch.Tensor, before: Any) -> None:
-        """Show a DTensor for each new tensor in the state of a parameter."""
-        left = self.state.get(local)
-        if left is None:
-            return
-        if local is not parameter:
-            for name, entry in left.items():
-                if type(entry) is torch.Tensor and entry.shape == local.shape:
-                    left[name] = dtensor_like(entry.view(parameter._local_tensor.shape), parameter)
-        if left is not before:
-            state: Any = self._optimizer.state
-            state[parameter] = left
+
+def _show_users(parameter: Any, local: torch.Tensor, entries: dict[Any, Any]) -> None:
+    """Show a DTensor for each new local tensor in the state of a parameter."""
+    for name, entry in entries.items():
+        if type(entry) is torch.Tensor and entry.shape == local.shape:
+            entries[name] = dtensor_like(entry.view(parameter._local_tensor.shape), parameter)
 
 
 def _with_dims(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,38 +225,28 @@ def _with_dims(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shared_entries(state: Any) -> State:
     """Return the entries of a state that belong to no parameter."""
-    others = {kind for kind in set(map(type, state)) if not issubclass(kind, torch.Tensor)}
-    return {key: entries for key, entries in state.items() if type(key) in others} if others else {}
+    return {key: entries for key, entries in state.items() if not isinstance(key, torch.Tensor)}
 
 
-def _are_alike(tensors: Tensors, parameters: Tensors) -> bool:
-    """Return True if gradients, or entries of the state, have the elements of this rank's shards of parameters."""
-    if not all(map(is_, map(type, tensors), map(type, parameters))):
+def _is_local(parameter: Any, entries: dict[Any, Any] | None) -> bool:
+    """Return True if the gradient and the state of a parameter have the elements of this rank's shard of it."""
+    if type(parameter._local_tensor) is not torch.Tensor or not _is_alike(parameter.grad, parameter):
         return False
-    if not {torch.Tensor}.issuperset(map(type, map(_LOCAL, tensors))):
-        return False
-    return all(map(is_, map(_SPEC, tensors), map(_SPEC, parameters))) or all(map(_is_alike, tensors, parameters))
+    # Others with dims are maybe of unsharded parameters, whose beginning a fused kernel would take.
+    return all(
+        _is_alike(entry, parameter) or not (isinstance(entry, DTensor) or entry.dim())
+        for entry in (entries or {}).values()
+        if isinstance(entry, torch.Tensor)
+    )
 
 
 def _is_alike(tensor: Any, parameter: Any) -> bool:
-    own, found = parameter._spec, tensor._spec
-    if found.placements != own.placements or found.shape != own.shape or found.mesh != own.mesh:
+    """Return True if a tensor is sharded as a parameter, with a plain local tensor."""
+    if type(tensor) is not type(parameter) or type(tensor._local_tensor) is not torch.Tensor:
+        return False
+    spec, found = parameter._spec, tensor._spec
+    if spec is found:
+        return True
+    if found.placements != spec.placements or found.shape != spec.shape or found.mesh != spec.mesh:
         return False
     return bool(tensor._local_tensor.shape == parameter._local_tensor.shape)
-
-
-def _columns(parameters: Tensors, entries: list[Any]) -> list[StateColumn] | None:
-    """Return the state of parameters by name; None if some of it has not the elements of this rank's shards."""
-    found: list[StateColumn] = []
-    for names in {tuple(each) for each in entries if each is not None}:
-        chosen = [each is not None and tuple(each) == names for each in entries]
-        owners, some = list(compress(parameters, chosen)), list(compress(entries, chosen))
-        for name in names:
-            values = list(map(itemgetter(name), some))
-            if _are_alike(values, owners):
-                found.append(StateColumn(some, name, values, list(map(_LOCAL, values)), len(names)))
-            elif any(isinstance(each, DTensor) or each.dim() for each in values if isinstance(each, torch.Tensor)):
-                return None  # maybe of unsharded parameters, whose beginning a fused kernel would take
-            else:
-                found.append(StateColumn(some, name, values, values, len(names)))
-    return found
