@@ -425,7 +425,7 @@ class CPUOffload:
     """CPU offloading of a ``FullyShardedDataParallel``.
 
     Gradients of several backwards accumulate in CPU memory. All parameters of a unit are offloaded, or none, because a
-    flat parameter is on one device; ``fullshard.optim.offload`` offloads a fraction of the optimizer state instead.
+    flat parameter is on one device; ``fullshard.optim.offload`` offloads the optimizer state instead.
 
     Args:
         offload_params: Keep shards, their gradients, and thereby the optimizer state, in CPU memory.

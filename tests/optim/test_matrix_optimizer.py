@@ -137,9 +137,9 @@ def test_memory_of_two_rounds(rank: Rank) -> None:
         optimizer.plan()
         alive: list[int] = [0]
         peak = 0
-        usual = PendingExchange.__new__
+        usual: Any = PendingExchange.__new__
 
-        def counting(kind: Any, work: Any, *messages: torch.Tensor, alive: list[int] = alive) -> PendingExchange:
+        def counting(kind: Any, work: Any, *messages: Any, usual: Any = usual, alive: list[int] = alive) -> Any:
             nonlocal peak
             for made in messages:
                 alive[0] += made.nbytes
@@ -189,7 +189,7 @@ def test_bytes(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["rows", "wrapper"])
 def test_missing_gradients(rank: Rank, wrapped: bool) -> None:
-    """Missing everywhere: nothing changes. On one rank: zeros there, whose shard stays. The same messages in any case."""
+    """Missing everywhere: nothing changes. On one rank: zeros there, whose shard stays. Messages are the same."""
     model, reference = stack_of(4, rows=5, columns=3, wrapped=wrapped)
     mine, theirs = Muon(model.parameters()), torch.optim.Muon(reference.parameters())
     with counted_bytes(rank.rank) as seen:

@@ -66,11 +66,11 @@ class ShownEntry(NamedTuple):
 class DividedStep(Protocol):
     """Divides a step into parts, around each of which it moves state."""
 
-    def divide(self, parameters: dict[torch.Tensor, torch.Tensor], state: State) -> Iterable[set[int]]:
+    def divide(self, tensors: Iterable[torch.Tensor], state: State) -> Iterable[set[int]]:
         """Yield the ids of all local tensors, each once, while ``state`` of theirs is where they are.
 
         Args:
-            parameters: The parameter of each local tensor.
+            tensors: The local tensors.
             state: The state of each local tensor.
         """
 
@@ -97,7 +97,7 @@ class LocalStep:
         self.is_running = True
         try:
             view.open()
-            everything = (None,) if self.offload is None else self.offload.divide(view.parameters(), view.state)
+            everything = (None,) if self.offload is None else self.offload.divide(view.tensors, view.state)
             returned = None
             for part in everything:
                 with profiled("optimizer"):
@@ -126,9 +126,10 @@ class _LocalView:
         self._options = [dict(group) for group in optimizer.param_groups]
         self.state, self._groups, self._stepped, self._shown = defaultdict(dict), [], {}, []
 
-    def parameters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the parameter of each local tensor."""
-        return {stepped: parameter for parameter, stepped in self._stepped.items()}
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors that are stepped."""
+        return self._stepped.values()
 
     def open(self) -> None:
         """Find the local tensors of all parameters with gradients, and give them their gradients and state."""
