@@ -86,13 +86,11 @@ class QuantizedTransport(WrappingTransport):
 
     policy: CommQuantization
     traffic: dict[Kind, Traffic]
-    _residuals: dict[object, torch.Tensor]  # fp32; what quantization has taken away in the last step, by place
 
     def __init__(self, base: Transport, policy: CommQuantization, traffic: dict[Kind, Traffic] | None = None) -> None:
         super().__init__(base)
         self.policy, self.traffic = policy, {} if traffic is None else traffic
         self.reads_padding = policy.reduce is not None
-        self._residuals = {}
 
     def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
         """Return what the wrapped transport chooses; arguments as for ``Transport.smallest_direct``."""
@@ -107,7 +105,7 @@ class QuantizedTransport(WrappingTransport):
             return self.base._all_gather(plain)
         with torch.inference_mode(False), torch.no_grad():
             sent = layout.message(1)
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
             arrived = layout.message(self.world_size)
             rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
         works = self.base._all_gather([*plain, rows])
@@ -121,8 +119,8 @@ class QuantizedTransport(WrappingTransport):
         rank, peers = self.rank, self.world_size - 1
         with torch.inference_mode(False), torch.no_grad():
             sent, arrived = layout.message(peers), layout.message(peers)
-            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank], self._encode)
-            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :], self._encode)
+            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank])
+            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :])
         sizes = [0 if peer == rank else layout.nbytes for peer in range(peers + 1)]
         works = issue_all(
             [
@@ -141,7 +139,7 @@ class QuantizedTransport(WrappingTransport):
             # All rows of this rank, zeros behind them; and of every rank the rows that this one adds up.
             sent = torch.empty((1, self.world_size * layout.share * size), dtype=torch.uint8, device=layout.device)
             sent[:, layout.rows * size :] = 0
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
             arrived = torch.empty_like(sent)
         works = issue_all(
             [
@@ -163,24 +161,10 @@ class QuantizedTransport(WrappingTransport):
         if factor != 1:
             total.mul_(1 / factor)
         sent = torch.empty((1, *shape[1:]), dtype=torch.uint8, device=arrived.device)
-        self._encode(form, ("sums", layout.rows), total, sent)
+        form.encode(total, sent)
         for work in self.base._all_gather([CommRequest(layout.unit, [Operand(sent.view(-1), sums.view(-1))])]):
             work.wait()
         layout.read(sums, lambda operand: operand.unsharded.unsqueeze(0))
-
-    def _encode(self, form: BlockFormat, key: object, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write values into rows; with error feedback, with what was taken from those of ``key`` in the last step."""
-        if not self.policy.error_feedback:
-            form.encode(values, rows)
-            return
-        residual = self._residuals.get(key)
-        if residual is None:
-            residual = self._residuals[key] = torch.zeros_like(values, dtype=torch.float32)
-        residual.add_(values)
-        form.encode(residual, rows)
-        form.add(rows, residual, -1.0)
-        # An overflow is the present step's only: kept, it would come back in every step.
-        residual.nan_to_num_(0.0, 0.0, 0.0)
 
     # ---------------------------------------------------------------- what is quantized
 
@@ -238,7 +222,6 @@ class QuantizedTransport(WrappingTransport):
 
 
 _Span = tuple[int, int, bool]  # of a shard: first element, number of elements, sent as rows or as they are
-_Encode = Callable[[BlockFormat, object, torch.Tensor, torch.Tensor], None]  # format, key, values, rows
 
 
 class _Place(NamedTuple):
@@ -315,20 +298,14 @@ class _MessageLayout:
         """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
         return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
-    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode) -> None:
-        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``.
-
-        Args:
-            message: Is filled.
-            values: Of an operand.
-            encode: Writes values into rows, given the format and a key that is the same in every step.
-        """
-        for index, place in enumerate(self.places):
+    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
+        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
+        for place in self.places:
             part = values(place.operand).narrow(1, place.offset, place.numel)
-            if not place.quantized:
-                self._bytes_in(message, place).copy_(part)
+            if place.quantized:
+                self.format.encode(part, self._rows_in(message, place))
             else:
-                encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
+                self._bytes_in(message, place).copy_(part)
 
     def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
         """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -45,22 +45,6 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
         step = step.__wrapped__
     found: Callable[..., Any] = step
     return found
-
-
-class ShownEntry(NamedTuple):
-    """A local tensor that stands for a DTensor in the state of a parameter.
-
-    Args:
-        entries: The state of the parameter.
-        name: The name of the entry.
-        users: The DTensor.
-        local: Its local tensor.
-    """
-
-    entries: dict[Any, Any]
-    name: Any
-    users: DTensor
-    local: torch.Tensor
 
 
 class DividedStep(Protocol):
@@ -119,7 +103,8 @@ class _LocalView:
     state: State
     _groups: list[tuple[int, list[torch.Tensor]]]  # tensors that are stepped, by the number of their group
     _stepped: dict[torch.Tensor, torch.Tensor]  # what is stepped for each parameter
-    _shown: list[ShownEntry]
+    # Entries of the state in which a local tensor stands for a DTensor: the dictionary, the name, and both.
+    _shown: list[tuple[dict[Any, Any], Any, DTensor, torch.Tensor]]
 
     def __init__(self, optimizer: Optimizer, *, with_requires_grad: bool) -> None:
         self._optimizer, self._with_requires_grad = optimizer, with_requires_grad
@@ -166,9 +151,8 @@ class _LocalView:
         entries = self._optimizer.state.get(parameter) or {}
         for name, entry in entries.items():
             if isinstance(entry, DTensor):
-                shown = ShownEntry(entries, name, entry, _with_dims(entry._local_tensor))
-                entries[name] = shown.local
-                self._shown.append(shown)
+                shown = entries[name] = _with_dims(entry._local_tensor)
+                self._shown.append((entries, name, entry, shown))
         return local
 
     def step(self, part: set[int] | None, *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +182,9 @@ class _LocalView:
     def close(self) -> None:
         """Show DTensors in the state again, and take the gradients from the local tensors."""
         state: Any = self._optimizer.state
-        for shown in self._shown:
-            if shown.entries.get(shown.name) is shown.local:
-                shown.entries[shown.name] = shown.users
+        for entries, name, users, shown in self._shown:
+            if entries.get(name) is shown:
+                entries[name] = users
         with torch.inference_mode(False), torch.no_grad():
             for parameter, stepped in self._stepped.items():
                 left = self.state.get(stepped)

@@ -114,7 +114,7 @@ class Round:
     def send(self, shards: Sequence[torch.Tensor]) -> PendingExchange:
         """Start sending this rank's shard of each matrix, of any dtype and device, to the owner ranks."""
         parts = [[shards[index] for index in indices] for indices in self._by_owner]
-        return self._exchange(parts, self._sizes_from_ranks())
+        return self._exchange(parts, self._owned_shards())
 
     def full_matrices(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
         """Assemble the matrices that this rank owns from the messages of all ranks."""
@@ -136,12 +136,12 @@ class Round:
         parts = [
             [shard.of(update) for shard, update in zip(shards, full, strict=True)] for shards in self._owned_shards()
         ]
-        return self._exchange(parts, self._sizes_to_owners())
+        return self._exchange(parts, self._own_shards())
 
     def shard_updates(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return this rank's shard of the update of each matrix."""
         order = [index for indices in self._by_owner for index in indices]
-        shards = [self.matrices[index].shards[self.rank] for index in order]
+        shards = [shard for same in self._own_shards() for shard in same]
         parts = received.split_with_sizes([shard.numel for shard in shards])
         return {index: part.view(shard.shape) for index, part, shard in zip(order, parts, shards, strict=True)}
 
@@ -150,16 +150,17 @@ class Round:
         owned = self._by_owner[self.rank]
         return [[self.matrices[index].shards[rank] for index in owned] for rank in range(len(self._by_owner))]
 
-    def _sizes_from_ranks(self) -> list[int]:
-        return [sum(shard.numel for shard in shards) for shards in self._owned_shards()]
+    def _own_shards(self) -> list[list[ShardView]]:
+        """Return for each owner rank this rank's shards of its matrices."""
+        return [[self.matrices[index].shards[self.rank] for index in indices] for indices in self._by_owner]
 
-    def _sizes_to_owners(self) -> list[int]:
-        return [sum(self.matrices[index].shards[self.rank].numel for index in indices) for indices in self._by_owner]
-
-    def _exchange(self, parts: Sequence[Sequence[torch.Tensor]], received_sizes: Sequence[int]) -> PendingExchange:
-        """Start sending the tensors for each rank, one after another, and receiving so many elements from each."""
+    def _exchange(
+        self, parts: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[ShardView]]
+    ) -> PendingExchange:
+        """Start sending the tensors for each rank, one after another, and receiving such shards from each."""
         device, item = self.shard_group.device, self.dtype.itemsize
         sent_sizes = [sum(part.numel() for part in same) for same in parts]
+        received_sizes = [sum(shard.numel for shard in same) for same in expected]
         message = torch.empty(sum(sent_sizes), dtype=self.dtype, device=device)
         flat = [part for same in parts for part in same]
         places = message.split_with_sizes([part.numel() for part in flat])

@@ -215,7 +215,7 @@ class MatrixOptimizer(Optimizer):
         sent = self._send(plan.rounds[0]) if plan.rounds else None
         self._step_unsharded_matrices(plan.unsharded)  # while the first messages are in flight
         returning: tuple[Round, PendingExchange] | None = None
-        for exchange, following in zip(plan.rounds, (*plan.rounds[1:], None), strict=True):
+        for exchange, following in zip(plan.rounds, [*plan.rounds[1:], None], strict=False):
             assert sent is not None, "nothing was sent"
             matrices = exchange.full_matrices(sent.wait())
             sent = None if following is None else self._send(following)
