@@ -548,7 +548,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 class HostClock:
-    """What time it is on the host."""
+    """The clock of the host."""
 
     mark = staticmethod(time.time)
 

@@ -205,7 +205,7 @@ class QuantizedTransport(WrappingTransport):
         return layout, plain, sent
 
     def _spans(self, operand: Operand) -> list[_Span]:
-        """The shard of an operand cut into spans that follow one another and cover it; none if none is quantized."""
+        """Cut the shard of an operand into spans that follow one another; return none if nothing is quantized."""
         if operand.shard.dtype not in QUANTIZED_DTYPES:
             return []
         spans: list[_Span] = []
@@ -225,7 +225,7 @@ _Span = tuple[int, int, bool]  # of a shard: first element, number of elements, 
 
 
 class _Place(NamedTuple):
-    """Where some elements of a shard lie in a message: as rows, or as they are behind all rows."""
+    """The place of some elements of a shard in a message: as rows, or as they are behind all rows."""
 
     operand: Operand
     offset: int  # of the first element in the shard
@@ -236,7 +236,7 @@ class _Place(NamedTuple):
 
 
 class _MessageLayout:
-    """Where the spans of one launch lie in the message for one rank: rows, then what is sent in full precision."""
+    """The layout of the message for one rank: rows, then the spans that are sent in full precision."""
 
     format: BlockFormat
     kind: Kind
@@ -295,11 +295,11 @@ class _MessageLayout:
         return once * (self._world_size - 1)
 
     def message(self, ranks: int) -> torch.Tensor:
-        """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
+        """Allocate the messages of ``ranks`` ranks: ``(ranks, nbytes)`` of uint8."""
         return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
     def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
-        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
+        """Write the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
         for place in self.places:
             part = values(place.operand).narrow(1, place.offset, place.numel)
             if place.quantized:
@@ -308,7 +308,7 @@ class _MessageLayout:
                 self._bytes_in(message, place).copy_(part)
 
     def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
-        """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""
+        """Read the operands' ``values``, ``(ranks, numel)``, from messages, ``(ranks, nbytes)``."""
         for place in self.places:
             part = values(place.operand).narrow(1, place.offset, place.numel)
             if place.quantized:
@@ -317,7 +317,7 @@ class _MessageLayout:
                 part.copy_(self._bytes_in(message, place))
 
     def add_up(self, message: torch.Tensor, rank: int) -> None:
-        """Set all shards to the scaled sums of this rank's own values and those in messages of all others."""
+        """Set all shards to the scaled sums of this rank's values and those in the messages of all others."""
         for place in self.places:
             self._add_up(place, message, rank)
 
@@ -343,12 +343,12 @@ class _MessageLayout:
             target.copy_(total)
 
     def _rows_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
-        """The rows of a span: ``(ranks, rows, row_bytes)``."""
+        """Return the rows of a span: ``(ranks, rows, row_bytes)``."""
         size, count = self.format.row_bytes, self.format.rows(place.numel)
         return message.narrow(1, place.at * size, count * size).view(-1, count, size)
 
     def _bytes_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
-        """The values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
+        """Return the values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
         dtype = place.operand.shard.dtype
         start = self.rows * self.format.row_bytes + place.at
         return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
@@ -361,7 +361,7 @@ def _finish(turn_into_values: Callable[[], None], kept: torch.Tensor) -> None:
 
 
 def _by_rank(operand: Operand, world_size: int) -> torch.Tensor:
-    """The unsharded tensor as ``(world_size, numel)``."""
+    """View the unsharded tensor as ``(world_size, numel)``."""
     return operand.unsharded.view(world_size, -1)
 
 
@@ -377,7 +377,7 @@ def _all_to_all(
     sent: torch.Tensor,
     sizes: Sequence[int],
 ) -> list[Work]:
-    """Exchange messages of so many bytes with every rank; no sizes: equal ones. Rank order on both sides."""
+    """Exchange messages of these sizes in bytes with every rank, in rank order; without sizes, of equal ones."""
     if isinstance(base, GlooTransport):
         parts = list(sizes) or [sent.numel() // base.world_size] * base.world_size
         return base.all_to_all(unit, arrived.view(-1).split_with_sizes(parts), sent.view(-1).split_with_sizes(parts))

@@ -212,20 +212,19 @@ class MatrixOptimizer(Optimizer):
     def _step(self) -> None:
         """Run all rounds, overlapping computation and communication. See [Note: Rounds]."""
         plan = self.plan()
-        sent = self._send(plan.rounds[0]) if plan.rounds else None
+        sent = [self._send(exchange) for exchange in plan.rounds[:1]]
         self._step_unsharded_matrices(plan.unsharded)  # while the first messages are in flight
-        returning: tuple[Round, PendingExchange] | None = None
-        for exchange, following in zip(plan.rounds, [*plan.rounds[1:], None], strict=False):
-            assert sent is not None, "nothing was sent"
-            matrices = exchange.full_matrices(sent.wait())
-            sent = None if following is None else self._send(following)
+        returning: list[tuple[Round, PendingExchange]] = []
+        for index, exchange in enumerate(plan.rounds):
+            matrices = exchange.full_matrices(sent.pop().wait())
+            sent += [self._send(following) for following in plan.rounds[index + 1 : index + 2]]
             updates = self._updates(exchange, matrices)
-            if returning is not None:
-                self._apply_round(*returning)
-            returning = exchange, exchange.send_back(updates)
+            while returning:
+                self._apply_round(*returning.pop())
+            returning.append((exchange, exchange.send_back(updates)))
             del matrices, updates
-        if returning is not None:
-            self._apply_round(*returning)
+        while returning:
+            self._apply_round(*returning.pop())
 
     def _send(self, exchange: Round) -> PendingExchange:
         """Update the states of a round's matrices and start sending shards to the owner ranks."""
