@@ -102,19 +102,22 @@ class _LocalView:
 
     state: State
     _groups: list[tuple[int, list[torch.Tensor]]]  # tensors that are stepped, by the number of their group
-    _stepped: dict[torch.Tensor, torch.Tensor]  # what is stepped for each parameter
+    # Parameters, the tensors that are stepped for them, and the entries of the state.
+    _stepped: list[tuple[torch.Tensor, torch.Tensor, dict[Any, Any] | None]]
+    _aliases: dict[int, torch.Tensor]  # local tensors that are not the parameters' own, by the parameters' ids
     # Entries of the state in which a local tensor stands for a DTensor: the dictionary, the name, and both.
     _shown: list[tuple[dict[Any, Any], Any, DTensor, torch.Tensor]]
 
     def __init__(self, optimizer: Optimizer, *, with_requires_grad: bool) -> None:
         self._optimizer, self._with_requires_grad = optimizer, with_requires_grad
         self._options = [dict(group) for group in optimizer.param_groups]
-        self.state, self._groups, self._stepped, self._shown = defaultdict(dict), [], {}, []
+        self.state, self._groups, self._stepped, self._shown = defaultdict(dict), [], [], []
+        self._aliases = {}
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
         """The tensors that are stepped."""
-        return self._stepped.values()
+        return [tensor for _, tensors in self._groups for tensor in tensors]
 
     def open(self) -> None:
         """Find the local tensors of all parameters with gradients, and give them their gradients and state."""
@@ -124,35 +127,40 @@ class _LocalView:
             for number, group in enumerate(self._optimizer.param_groups):
                 listed = [parameter for parameter in group["params"] if parameter.grad is not None]
                 sharded = [parameter for parameter in listed if type(parameter) in SHARDED_TYPES]
-                are_local = all(p in self._stepped or _is_local(p, state.get(p)) for p in sharded)
+                entries = [state.get(parameter) for parameter in sharded]
+                stepped: list[torch.Tensor] = []
+                if all(map(_is_local, sharded, entries)):
+                    stepped = list(map(self._show_local, sharded, entries))
+                    listed = [parameter for parameter in listed if type(parameter) not in SHARDED_TYPES]
                 for parameter in listed:
-                    if parameter not in self._stepped:
-                        is_local = are_local and type(parameter) in SHARDED_TYPES
-                        self._stepped[parameter] = self._show_local(parameter) if is_local else parameter
-                        if (entries := state.get(parameter)) is not None:
-                            self.state[self._stepped[parameter]] = entries
-                stepped = [self._stepped[parameter] for parameter in listed]
+                    self._add(parameter, parameter, state.get(parameter))
                 # Foreach kernels take no list of DTensors and plain tensors.
-                self._groups.append((number, [tensor for tensor in stepped if not isinstance(tensor, DTensor)]))
-                others.append((number, [tensor for tensor in stepped if isinstance(tensor, DTensor)]))
+                self._groups.append((number, stepped + [each for each in listed if not isinstance(each, DTensor)]))
+                others.append((number, [each for each in listed if isinstance(each, DTensor)]))
         self._groups += [(number, tensors) for number, tensors in others if tensors]
         self.state.update(_shared_entries(state))
 
-    def _show_local(self, parameter: Any) -> torch.Tensor:
+    def _add(self, parameter: torch.Tensor, stepped: torch.Tensor, entries: dict[Any, Any] | None) -> None:
+        self._stepped.append((parameter, stepped, entries))
+        if entries is not None:
+            self.state[stepped] = entries
+
+    def _show_local(self, parameter: Any, entries: dict[Any, Any] | None) -> torch.Tensor:
         """Return the local tensor of a parameter, with its gradient, and show local tensors in its state."""
         local: torch.Tensor = parameter._local_tensor
         gradient: torch.Tensor = parameter.grad._local_tensor
         if self._with_requires_grad or not local.dim() or gradient.dtype is not local.dtype:
             # More than the gradient is set, so it is another object than the parameter's.
-            local, gradient = _with_dims(local.detach()), _with_dims(gradient)
+            local = self._aliases.setdefault(id(parameter), _with_dims(local.detach()))
             local.requires_grad_(self._with_requires_grad and parameter.requires_grad)
-            local.grad_dtype = gradient.dtype
+            local.grad_dtype, gradient = gradient.dtype, _with_dims(gradient)
         local.grad = gradient
-        entries = self._optimizer.state.get(parameter) or {}
-        for name, entry in entries.items():
-            if isinstance(entry, DTensor):
-                shown = entries[name] = _with_dims(entry._local_tensor)
-                self._shown.append((entries, name, entry, shown))
+        self._add(parameter, local, entries)
+        if entries is not None:
+            for name, entry in entries.items():
+                if isinstance(entry, DTensor):
+                    entries[name] = shown = _with_dims(entry._local_tensor)
+                    self._shown.append((entries, name, entry, shown))
         return local
 
     def step(self, part: set[int] | None, *args: Any, **kwargs: Any) -> Any:
@@ -186,12 +194,12 @@ class _LocalView:
             if entries.get(name) is shown:
                 entries[name] = users
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, stepped in self._stepped.items():
+            for parameter, stepped, before in self._stepped:
                 left = self.state.get(stepped)
                 if stepped is not parameter:
                     stepped.grad = None
                     _show_users(parameter, stepped, left or {})
-                if left is not None and left is not state.get(parameter):
+                if left is not None and left is not before:
                     state[parameter] = left
         state.update(_shared_entries(self.state))
 
@@ -199,7 +207,7 @@ class _LocalView:
 def _show_users(parameter: Any, local: torch.Tensor, entries: dict[Any, Any]) -> None:
     """Show a DTensor for each new local tensor in the state of a parameter."""
     for name, entry in entries.items():
-        if type(entry) is torch.Tensor and entry.shape == local.shape:
+        if type(entry) is torch.Tensor and entry.dim() and entry.shape == local.shape:
             entries[name] = dtensor_like(entry.view(parameter._local_tensor.shape), parameter)
 
 
@@ -215,19 +223,22 @@ def _shared_entries(state: Any) -> State:
 
 def _is_local(parameter: Any, entries: dict[Any, Any] | None) -> bool:
     """Return True if the gradient and the state of a parameter have the elements of this rank's shard of it."""
-    if type(parameter._local_tensor) is not torch.Tensor or not _is_alike(parameter.grad, parameter):
+    kind = type(parameter)
+    if type(parameter._local_tensor) is not torch.Tensor or type(parameter.grad) is not kind:
         return False
-    # Others with dims are maybe of unsharded parameters, whose beginning a fused kernel would take.
-    return all(
-        _is_alike(entry, parameter) or not (isinstance(entry, DTensor) or entry.dim())
-        for entry in (entries or {}).values()
-        if isinstance(entry, torch.Tensor)
-    )
+    for value in (parameter.grad, *(entries or {}).values()):
+        if type(value) is kind:
+            if not _is_alike(value, parameter):
+                return False
+        # Others with dims are maybe of unsharded parameters, whose beginning a fused kernel would take.
+        elif isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.dim()):
+            return False
+    return True
 
 
 def _is_alike(tensor: Any, parameter: Any) -> bool:
-    """Return True if a tensor is sharded as a parameter, with a plain local tensor."""
-    if type(tensor) is not type(parameter) or type(tensor._local_tensor) is not torch.Tensor:
+    """Return True if a DTensor is sharded as a parameter, with a plain local tensor."""
+    if type(tensor._local_tensor) is not torch.Tensor:
         return False
     spec, found = parameter._spec, tensor._spec
     if spec is found:
