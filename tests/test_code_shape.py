@@ -49,7 +49,7 @@ KINDS_OF_PARAMETERS = {
     "RaggedShard",
     "SliceParameter",
 }
-MAY_NAME_KINDS = ("engine/", "ragged/", "dropin/", "__init__.py", "optim/local_shards.py")
+MAY_NAME_KINDS = ("engine/", "ragged/", "dropin/", "__init__.py")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")

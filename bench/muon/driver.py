@@ -101,11 +101,13 @@ def traffic_of(ranks: int) -> dict[str, float]:
             model = Matrices([torch.empty(shape) for shape in LARGE * LARGE_BLOCKS])
         fully_shard(model)
         optimizer = Muon(list(model.parameters()))
-        sent = [optimizer.traffic(rank).total for rank in range(ranks)]
-        loads = [0.0] * ranks
+        sent, loads = [0] * ranks, [0.0] * ranks
         for exchanged in optimizer.plan().rounds:
             for matrix, owner in zip(exchanged.matrices, exchanged.owner_ranks, strict=True):
                 loads[owner] += optimizer.work(matrix.shape, optimizer.param_groups[0])
+                for rank, shard in enumerate(matrix.shards):
+                    elements = matrix.numel - shard.numel if rank == owner else shard.numel
+                    sent[rank] += elements * exchanged.dtype.itemsize
         rounds = len(optimizer.plan().rounds)
     elements = sum(rows * columns for rows, columns in LARGE) * LARGE_BLOCKS
     mean, bound = sum(sent) / ranks / 1e9, 2 * 2 * elements * (ranks - 1) / ranks**2 / 1e9

@@ -36,7 +36,6 @@ __all__ = [
     "Event",
     "HostClock",
     "HostCommStream",
-    "HostValue",
     "HostWork",
     "PendingWork",
     "Stream",
@@ -548,37 +547,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
-class HostValue:
-    """The value of a 0-D tensor, for the host to read once it is there, without waiting for the device.
-
-    Args:
-        tensor: Is copied; on an accelerator, in the order of the current stream.
-    """
-
-    _host: torch.Tensor
-    _copied: torch.Event | None  # None: the value is there
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._host, self._copied = tensor.detach(), None
-        if tensor.device.type != "cpu":
-            self._host = host_buffer(1, tensor.dtype, pin=True)
-            self._host.copy_(tensor.detach().reshape(1), non_blocking=True)
-            self._copied = torch.accelerator.current_stream(tensor.device).record_event()
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> HostValue | None:
-        """Return the value to come, or None while a graph is captured, whose replays copy again."""
-        return None if tensor.device.type != "cpu" and _is_capturing(tensor.device) else cls(tensor)
-
-    def get(self) -> float | None:
-        """Return the value; None if it is not there yet."""
-        if self._copied is not None and not self._copied.query():
-            return None
-        return float(self._host)
-
-
 class HostClock:
-    """What time it is on the host."""
+    """The clock of the host."""
 
     mark = staticmethod(time.time)
 

@@ -286,9 +286,6 @@ class CommQuantization:
         block: Number of values that share a scale: a multiple of 16, at most 65536.
         min_bytes: Parameters that are smaller than this, in the dtype in which they are all-gathered or reduced, are
             sent in full precision.
-        error_feedback: Add the quantization error of gradients to the gradients of the next step. Only on the replicate
-            axis, where it costs this rank's shard of the gradients in fp32 and a share of it; on the shard axis it
-            would cost all unsharded gradients.
 
     Raises:
         ValueError: If a value is out of range.
@@ -312,7 +309,6 @@ class CommQuantization:
     reduce: Literal["int8"] | None = None
     block: int = 128
     min_bytes: int = 64 * 1024
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("all_gather", (None, "int8", "fp8")), ("reduce", (None, "int8"))):
@@ -326,7 +322,6 @@ class CommQuantization:
             raise ValueError(f"CommQuantization: block: expected a multiple of 16 up to 65536, found {self.block}")
         if self.min_bytes < 0:
             raise ValueError(f"CommQuantization: min_bytes: expected at least 0, found {self.min_bytes}")
-        _check_flags(self, ("error_feedback",))
 
 
 class ShardingStrategy(enum.Enum):
@@ -425,7 +420,7 @@ class CPUOffload:
     """CPU offloading of a ``FullyShardedDataParallel``.
 
     Gradients of several backwards accumulate in CPU memory. All parameters of a unit are offloaded, or none, because a
-    flat parameter is on one device; ``fullshard.optim.offload`` offloads a fraction of the optimizer state instead.
+    flat parameter is on one device; ``fullshard.optim.offload`` offloads the optimizer state instead.
 
     Args:
         offload_params: Keep shards, their gradients, and thereby the optimizer state, in CPU memory.

@@ -111,7 +111,6 @@ def test_special_blocks(name: Literal["int8", "fp8"]) -> None:
         ({"block": 32.0}, TypeError, "block: expected an int"),
         ({"min_bytes": -1}, ValueError, "at least 0"),
         ({"min_bytes": True}, TypeError, "min_bytes: expected an int"),
-        ({"error_feedback": 1}, TypeError, "error_feedback"),
     ],
 )
 def test_policies_are_checked(options: dict[str, Any], error: type[Exception], what: str) -> None:
@@ -268,26 +267,3 @@ def test_bad_gradients_arrive_as_bad(rank: Rank) -> None:
         wait(transport.all_reduce([CommRequest("unit", [Operand.of_parameter(tensor, tensor)])]))
         assert_equal(tensor.isfinite(), finite, f"{bad} all-reduced")
         assert_equal(operand.shard.isfinite(), finite[:200] if rank.rank == 0 else finite[200:], f"{bad} reduced")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("feedback", [False, True])
-def test_error_feedback(rank: Rank, feedback: bool) -> None:
-    """With it, what rounding takes is made up for: the mean of many steps is exact. An overflow does not stay."""
-    policy = CommQuantization(reduce="int8", block=BLOCK, min_bytes=0, error_feedback=feedback)
-    transport = QuantizedTransport(KINDS[0](rank.group), policy)
-
-    def reduced(values: torch.Tensor) -> torch.Tensor:
-        tensor = values.clone()
-        wait(
-            transport.all_reduce([CommRequest("unit", [Operand.of_parameter(tensor, tensor)], GradScaling(after=2.0))])
-        )
-        return tensor
-
-    values = mixed(rank.rank, 600)
-    exact = sum(everyones(values, rank)) / 2
-    assert not reduced(torch.full_like(values, math.inf)).isfinite().any()
-    steps = 40
-    total = sum(reduced(values) for _ in range(steps)) / steps
-    once = (reduced(values) - exact).abs().max()
-    assert ((total - exact).abs().max() < 0.1 * once) == feedback

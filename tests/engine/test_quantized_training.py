@@ -146,7 +146,7 @@ def test_modes(rank: Rank, case: str) -> None:
     model = copy.deepcopy(reference)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, **options)
-    model.set_comm_quantization(INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100, error_feedback=True))
+    model.set_comm_quantization(INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
         loss_of = square_loss(step, 4, DIM)
@@ -348,8 +348,6 @@ def test_refusals(rank: Rank) -> None:
     LOSS(model, rank.rank)  # units have names now
     with pytest.raises(TypeError, match=r"expected a fullshard\.CommQuantization or None, found str"):
         model.set_comm_quantization("int8")
-    with pytest.raises(ValueError, match="expected error_feedback=False"):
-        model.set_comm_quantization(CommQuantization(reduce="int8", error_feedback=True))
     with pytest.raises(ValueError, match="nothing is all-gathered over the replicate axis"):
         model.set_comm_quantization(replicate=CommQuantization(all_gather="int8"))
     model.blocks[1].set_custom_all_gather(Gather())

@@ -79,7 +79,7 @@ def _reduce_scatter_options(reduction: Reduction, asynchronous: bool) -> ReduceS
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs: sums are the same, and NCCL knows no others."""
+    """Return complex numbers as pairs of real ones: sums are the same, and NCCL supports no complex ones."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 
 from fullshard.comm.hosts import RelayThread, Routes
 
-__all__ = ["GroupRecord", "part_of", "record_of"]
+__all__ = ["GroupRecord", "device_for", "part_of", "record_of"]
 
 Part = tuple[tuple[int, ...], str]  # ranks and purpose
 
@@ -52,6 +52,16 @@ _records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.We
 def record_of(group: dist.ProcessGroup) -> GroupRecord:
     """Return the record of ``group``."""
     return _records.setdefault(group, GroupRecord())
+
+
+def device_for(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
+    """Return a device that ``group`` has a back end for: ``preferred`` if it does."""
+    kinds = sorted(device.type for device in group._device_types)
+    if preferred.type in kinds:
+        return preferred
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def part_of(

@@ -74,12 +74,12 @@ class ShardMesh:
         self._subgroups, self._joined, self._plain = {}, {}, None
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
-        """Placements on ``device_mesh`` of a parameter whose shard axis has ``placement``."""
+        """Return the placements on ``device_mesh`` of a parameter whose shard axis has ``placement``."""
         replicated = (Replicate(),) if self.replicate is not None else ()
         return replicated if self.shard is None else (*replicated, placement)
 
     def joined(self, other: DeviceMesh) -> DeviceMesh:
-        """The data-parallel axes and those of ``other``; the same object every time, so that DTensors combine cheaply.
+        """Return the mesh of the data-parallel axes and those of ``other``: the same object every time.
 
         Raises:
             ValueError: If they are not parts of one mesh.
@@ -96,7 +96,7 @@ class ShardMesh:
         return self._joined[other]
 
     def with_transports(self, shard: Transport, replicas: Transport, *, exact: Transport | None = None) -> ShardMesh:
-        """The same ranks with other transports.
+        """Return the same ranks with other transports.
 
         Args:
             shard: Of the shard axis.
@@ -109,14 +109,14 @@ class ShardMesh:
         return changed
 
     def for_plain(self) -> ShardMesh:
-        """The same ranks, for parameters that are no DTensors: the same object every time."""
+        """Return the same ranks, for parameters that are no DTensors: the same object every time."""
         if self._plain is None:
             self._plain = copy.copy(self)
             self._plain.whole = None
         return self._plain
 
     def subgroup(self, size: int) -> Transport:
-        """The transport of the ``size`` consecutive ranks of the shard axis that this rank belongs to.
+        """Return the transport of the ``size`` consecutive ranks of the shard axis that this rank belongs to.
 
         Backward all-gathers from them with ``reshard_after_forward=<int>``. All ranks must call it.
         """
@@ -140,7 +140,7 @@ def shard_mesh(
     replicate: DeviceMesh | None = None,
     dims: DataParallelMeshDims | None = None,
 ) -> ShardMesh:
-    """The ranks of some axes of ``mesh``; the same object for the same axes of the same mesh.
+    """Return the ranks of some axes of ``mesh``; the same object for the same axes of the same mesh.
 
     Args:
         mesh: The mesh that the user passed.
@@ -153,23 +153,23 @@ def shard_mesh(
         shard, replicate = _flat(mesh, dims.shard_names), _flat(mesh, dims.replicate_names)
     # By the root: slicing it, as in fully_shard(block, mesh=mesh["dp"]), makes a new object every time.
     key = (id(mesh._get_root_mesh()), _group(shard), _group(replicate), dims)
-    found = _shard_meshes.get(key)
-    if found is None:
+    ranks = _shard_meshes.get(key)
+    if ranks is None:
         parts = [part for part in (replicate, shard) if part is not None]
         ordered = len(parts) == mesh.ndim and dims is None and (replicate is None or _group(mesh) == _group(replicate))
         device_mesh = mesh if ordered else parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
-        found = _shard_meshes[key] = ShardMesh(device_mesh, shard, replicate, whole)
-        found.root = mesh._get_root_mesh()
-    return found
+        ranks = _shard_meshes[key] = ShardMesh(device_mesh, shard, replicate, whole)
+        ranks.root = mesh._get_root_mesh()
+    return ranks
 
 
 def _group(mesh: DeviceMesh | None) -> str | None:
-    """This rank's companions on the first axis of ``mesh``, by name: there may be many."""
+    """Return the name of this rank's process group on the first axis of ``mesh``."""
     return None if mesh is None else str(mesh.get_group(0).group_name)
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
-    """One axis of ``mesh`` as a mesh of its own; the axes need not have names."""
+    """Return one axis of ``mesh`` as a separate mesh; the axes need not have names."""
     if mesh.mesh_dim_names is not None:
         return mesh[mesh.mesh_dim_names[axis]]
     return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)

@@ -351,11 +351,6 @@ def _check_quantization(shard: CommQuantization | None, replicate: CommQuantizat
                 f"set_comm_quantization: {axis}: expected a fullshard.CommQuantization or None, "
                 f"found {type(policy).__name__}"
             )
-    if shard is not None and shard.error_feedback:
-        raise ValueError(
-            "set_comm_quantization: shard: expected error_feedback=False, found True; on the shard axis, error "
-            "feedback would keep a copy of all unsharded gradients on every rank"
-        )
     if replicate is not None and replicate.all_gather is not None:
         raise ValueError(
             f"set_comm_quantization: replicate: expected all_gather=None, found {replicate.all_gather!r}; nothing is "

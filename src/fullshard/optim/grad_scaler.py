@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.groups import device_for
 from fullshard.errors import FullshardError
 
 __all__ = ["ShardedGradScaler"]
@@ -98,7 +99,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             for (device, _), gradients in _local_gradients(optimizer).items():
                 flag = flags.setdefault(device, torch.zeros((), device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
-        where = _communicates_on(group, found_inf.device)
+        where = device_for(group, found_inf.device)
         # All ranks communicate, also those without gradients.
         report = torch.zeros(2, device=where)
         if flags:
@@ -139,13 +140,3 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
                 gradient = torch.view_as_real(gradient)
             found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return found
-
-
-def _communicates_on(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
-    """Return a device that ``group`` has a back end for: ``preferred`` if it does."""
-    types = sorted(device.type for device in group._device_types)
-    if preferred.type in types:
-        return preferred
-    if "cpu" in types:
-        return torch.device("cpu")
-    return torch.device(types[0], torch.accelerator.current_device_index())

@@ -10,33 +10,32 @@ gradients that are not reduced (of ignored parameters) differ.
 from __future__ import annotations
 
 import math
-import operator
 import types
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from fullshard.comm.groups import device_for
 from fullshard.engine.ownership import superseding
-from fullshard.engine.parameters.placement import SHARDED_TYPES
+from fullshard.engine.parameters.sharded import ShardedParameter, managed_by, value_of
 from fullshard.engine.parameters.spmd_types import unchecked
+from fullshard.engine.parameters.tensor_shards import local_of, sharded_axes
+from fullshard.engine.unit import unit_owning
 from fullshard.errors import NonFiniteError
-from fullshard.memory import HostValue
-from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
-from fullshard.progress import PROGRESS
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
-_ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 MAX_NAMES = 10  # in an error
-
-_layout_of = operator.attrgetter("layout")
 
 
 @unchecked
@@ -87,14 +86,11 @@ def clip_grad_norm_(
     """
     found = _with_gradients(parameters)
     gradients = [parameter.grad for parameter in found]
-    shards = _NormInputs.of(found, gradients)
-    total = shards.norm(norm_type)
+    inputs = _NormInputs(found, gradients)
+    total = inputs.norm(norm_type)
     if error_if_nonfinite:
-        shards.check_finite(total, norm_type)
-    else:
-        _nonfinite_norms.look(total)
-    groups = shards.groups.values() if shards.is_whole else [_by_kind(_stored_values(gradients))]
-    _scale(groups, max_norm, total)
+        inputs.check_finite(total, norm_type)
+    _scale(gradients, max_norm, total)
     return total
 
 
@@ -143,12 +139,10 @@ def get_total_norm(
     if len(set(map(id, owners))) < len(owners):  # the first of each counts
         firsts = sorted({id(owner): index for index, owner in reversed([*enumerate(owners)])}.values())
         owners, values = [owners[index] for index in firsts], [values[index] for index in firsts]
-    shards = _NormInputs.of(owners, values)
-    total = shards.norm(norm_type)
+    inputs = _NormInputs(owners, values)
+    total = inputs.norm(norm_type)
     if error_if_nonfinite:
-        shards.check_finite(total, norm_type)
-    else:
-        _nonfinite_norms.look(total)
+        inputs.check_finite(total, norm_type)
     return total
 
 
@@ -168,8 +162,7 @@ def clip_grads_with_norm_(
             returns it, is reduced to a full tensor first, which is a collective.
         foreach: As for ``clip_grad_norm_``.
     """
-    gradients = [parameter.grad for parameter in _with_gradients(parameters)]
-    _scale([_by_kind(_stored_values(gradients))], max_norm, total_norm)
+    _scale([parameter.grad for parameter in _with_gradients(parameters)], max_norm, total_norm)
 
 
 def _with_gradients(parameters: _Tensors) -> list[torch.Tensor]:
@@ -182,107 +175,152 @@ def _with_gradients(parameters: _Tensors) -> list[torch.Tensor]:
     return list(found.values())
 
 
-class _NonFiniteNorms:
-    """Warns once if a norm is NaN or infinite, without waiting for the device: at the next norm, if need be."""
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of a mesh through this rank. Axes of different meshes with the same ranks are one object.
 
-    _coming: HostValue | None
-    _warned: bool
+    Args:
+        ranks: Global ranks on the axis, sorted.
+        group: The first process group found of these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+Axes = tuple[Axis, ...]
+
+
+class LocalShard(NamedTuple):
+    """This rank's shard of one tensor, or of one parameter in a flat tensor.
+
+    Args:
+        number: Number of the tensor.
+        managed: The parameter in a flat tensor, or the parameter of the wrapper; None for a DTensor or plain tensor.
+        axes: Axes that it is sharded over. It is replicated over other axes.
+        local: Local tensor, maybe empty; None if the tensor is missing on this rank.
+    """
+
+    number: int
+    managed: ShardedParameter | None
+    axes: Axes
+    local: torch.Tensor | None
+
+
+class _Locator:
+    """Finds the local shards of tensors, with one ``Axis`` for all meshes' axes over the same ranks.
+
+    The axes follow from the parameter alone, never from its gradient: a gradient may be missing on some ranks, and
+    which collectives run must not depend on that.
+    """
+
+    _axes: dict[tuple[int, ...], Axis]
+    # By the id of the mesh, which a DTensor keeps alive: placements, with Replicate for Partial, and axes of DTensors.
+    _known: dict[tuple[int, tuple[Placement, ...]], tuple[tuple[Placement, ...] | None, Axes]]
 
     def __init__(self) -> None:
-        self._coming, self._warned = None, False
+        self._axes, self._known = {}, {}
 
-    def look(self, total: torch.Tensor) -> None:
-        """Look at a norm; on an accelerator, at an earlier one that has come to the host."""
-        if self._warned or type(total) is not torch.Tensor or total.is_meta or torch.compiler.is_compiling():
+    @property
+    def axes(self) -> list[Axis]:
+        """All axes of shards found so far, in the same order on all ranks: smaller ones first."""
+        return sorted(self._axes.values(), key=lambda axis: len(axis.ranks))
+
+    def shards(self, number: int, owner: torch.Tensor, tensor: torch.Tensor | None) -> Iterator[LocalShard]:
+        """Yield the local shards of ``tensor``, which is sharded as ``owner``: its gradient, a state of it, or itself.
+
+        Args:
+            index: Number of the tensor.
+            owner: A parameter of a sharded model, or any tensor.
+            tensor: A tensor of its shape (of the local shape if plain); None: missing on this rank.
+
+        Yields:
+            One shard; for a ``FlatParameter`` one for each parameter in it.
+        """
+        if isinstance(owner, DTensor):
+            yield LocalShard(number, None, *self._of_dtensor(owner, tensor))
             return
-        coming = HostValue(total) if total.device.type == "cpu" else self._coming
-        value = None if coming is None else coming.get()
-        if coming is None or value is not None:
-            self._coming = HostValue.of(total)
-        if value is not None and not math.isfinite(value):
-            self._warned = True
-            warnings.warn(
-                f"a norm of gradients or weights is {value}, in step {PROGRESS.steps.step} or the one before it. This "
-                "is usual when a gradient scaler begins; otherwise, fullshard.debug.find_nonfinite names the module, "
-                "rank and phase in which it began. This warning is shown once",
-                UserWarning,
-                stacklevel=3,
-            )
+        managed = managed_by(owner)
+        unit = None if managed is None or managed.optimized is not owner else unit_owning(managed)
+        if unit is None:
+            yield LocalShard(number, None, (), None if tensor is None else local_of(tensor))
+            return
+        for part in unit.parameters:
+            if part.optimized is owner:
+                views, own = part.views(), part.placement.own
+                axes = () if own is None else self._of_mesh(own.mesh, sharded_axes(own.mesh, own.placements))
+                axes = tuple(dict.fromkeys((*axes, *self._of_mesh(views.mesh, views.axes))))
+                yield LocalShard(number, part, axes, None if tensor is None else local_of(part.part_of(tensor)))
+
+    def _of_dtensor(self, owner: DTensor, tensor: torch.Tensor | None) -> tuple[Axes, torch.Tensor | None]:
+        spec = owner._spec
+        key = id(spec.mesh), spec.placements
+        if key not in self._known:
+            here = spec.mesh.get_coordinate() is not None
+            reduced = tuple(Replicate() if p.is_partial() else p for p in spec.placements) if here else None
+            self._known[key] = reduced, self._of_mesh(spec.mesh, sharded_axes(spec.mesh, reduced or ()))
+        placements, axes = self._known[key]
+        if tensor is None or placements is None:
+            return axes, None
+        if isinstance(tensor, DTensor) and (tensor._spec.placements != placements or tensor._spec.mesh != spec.mesh):
+            tensor = tensor.redistribute(spec.mesh, placements)
+        return axes, local_of(tensor)
+
+    def _of_mesh(self, mesh: DeviceMesh, axes: Iterable[int]) -> Axes:
+        found = []
+        for axis in axes:
+            group = mesh.get_group(axis)
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            found.append(self._axes.setdefault(ranks, Axis(ranks, group)))
+        return tuple(found)
 
 
-_nonfinite_norms = _NonFiniteNorms()
-
-
-@dataclass(frozen=True)
 class _NormInputs:
-    """This rank's shards of some tensors and the axes to reduce over; all but the shards is the same on all ranks."""
+    """This rank's shards of some tensors and the axes to reduce over; all but the shards is the same on all ranks.
+
+    Args:
+        owners: Parameters.
+        tensors: Tensors, each of which is sharded as its owner.
+    """
 
     owners: Sequence[torch.Tensor]
-    tensors: Sequence[torch.Tensor | None]  # each sharded as its owner
-    groups: dict[Axes, _ByKind]  # this rank's shards that are not empty; of sparse ones the values
-    is_whole: bool  # True if the groups are all memory of the tensors, and it is theirs
+    shards: list[LocalShard]
     axes: list[Axis]  # in the order of the all-reduces
     device: torch.device
     dtype: torch.dtype  # of the result
 
-    @classmethod
-    def of(cls, owners: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> _NormInputs:
-        """Collect the shards of ``tensors``, each of which is sharded as its owner."""
-        locator, is_whole = ShardLocator(), True
-        shards: dict[Axes, list[torch.Tensor]] = {}
-        by_spec: dict[int, list[torch.Tensor] | None] = {}  # of its axes; axes are long to hash
-        dtypes: set[torch.dtype] = set()
-        for index, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
-            if (
-                isinstance(owner, DTensor)
-                and isinstance(tensor, DTensor)
-                and {type(owner), type(tensor)} <= SHARDED_TYPES
-                and (spec := owner._spec) is tensor._spec
-            ):
-                if id(spec) not in by_spec:
-                    axes = locator.axes_of(spec)
-                    by_spec[id(spec)] = None if axes is None else shards.setdefault(axes, [])
-                    dtypes.add(owner._local_tensor.dtype)
-                same, local = by_spec[id(spec)], tensor._local_tensor
-                if same is not None and type(local) is torch.Tensor and local.layout is torch.strided:
-                    if local.numel():
-                        same.append(local)
-                    continue
-            dtypes.add((owner._local_tensor if isinstance(owner, DTensor) else owner).dtype)
-            for shard in locator.shards(owner, tensor, index):
-                shards.setdefault(shard.axes, []).extend(_filled_values(shard.local))
-            is_whole = is_whole and tensor is None
-        wide = not dtypes.isdisjoint((torch.float64, torch.complex128))
-        dtype, device = torch.float64 if wide else torch.float32, owners[0].device if owners else torch.device("cpu")
-        groups = {axes: _by_kind(same) for axes, same in shards.items()}
-        return cls(owners, tensors, groups, is_whole, locator.axes, device, dtype)
+    def __init__(self, owners: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> None:
+        locator, self.owners, self.shards = _Locator(), owners, []
+        for number, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
+            self.shards += locator.shards(number, owner, tensor)
+        is_wide = not {torch.float64, torch.complex128}.isdisjoint(value_of(owner).dtype for owner in owners)
+        self.axes, self.dtype = locator.axes, torch.float64 if is_wide else torch.float32
+        self.device = owners[0].device if owners else torch.device("cpu")
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
         order = float(norm_type)
         if math.isnan(order):
             raise ValueError("norm_type: expected the order of a norm, such as 2.0 or math.inf, found nan")
-        if not self.groups:
+        if not self.shards:
             return torch.zeros((), dtype=self.dtype, device=self.device)
         if order == 0:
             return self._count()
-        norms = [_norms(groups, order) for groups in self.groups.values()]
+        groups: dict[Axes, list[torch.Tensor]] = {}
+        for shard in self.shards:
+            groups.setdefault(shard.axes, []).extend(_filled_values(shard.local))
+        norms = [_norms(same, order) for same in groups.values()]
         if math.isinf(order):
             return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
-        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(self.groups))
+        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(groups))
         return sums.sum().pow(1 / order).to(self.dtype)
 
     def _count(self) -> torch.Tensor:
         """Return the number of tensors that are not all zero: each has a separate sum."""
-        locator, indices, sums, axes = ShardLocator(), [], [], []
-        for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True)):
-            for shard in locator.shards(owner, tensor, index):
-                indices.append(index)
-                sums.append(self._power_sum(_norms(_by_kind(_filled_values(shard.local)), 0.0), 0.0))
-                axes.append(shard.axes)
-        reduced = self._reduce_sums(torch.stack(sums), axes)
-        counted = reduced.new_zeros(len(self.owners))
-        counted.index_add_(0, torch.tensor(indices, device=reduced.device), reduced)
+        sums = [self._power_sum(_norms(_filled_values(shard.local), 0.0), 0.0) for shard in self.shards]
+        reduced = self._reduce_sums(torch.stack(sums), [shard.axes for shard in self.shards])
+        indices = torch.tensor([shard.number for shard in self.shards], device=reduced.device)
+        counted = reduced.new_zeros(len(self.owners)).index_add_(0, indices, reduced)
         return (counted != 0).sum().to(self.dtype)
 
     @property
@@ -333,32 +371,31 @@ class _NormInputs:
         """Raise on all ranks if ``total`` is not finite; it is the same on all ranks."""
         if bool(total.isfinite()):
             return
-        locator = ShardLocator()
-        shards = [
-            shard
-            for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True))
-            for shard in locator.shards(owner, tensor, index)
-        ]
         flags = [
             torch.zeros((), device=self.device)
             if shard.local is None
             else _values_of(shard.local).isfinite().all().logical_not().to(self.device, torch.float32)
-            for shard in shards
+            for shard in self.shards
         ]
         found = torch.stack(flags)
         for axis in self.axes:
             _all_reduce(found, dist.ReduceOp.MAX, axis)
-        names = [shard.name for shard, flag in zip(shards, found.tolist(), strict=True) if flag]
+        names = [self._name_of(shard) for shard, flag in zip(self.shards, found.tolist(), strict=True) if flag]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         where = (
             f"non-finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
         )
         raise NonFiniteError(
-            f"expected a finite norm of order {float(norm_type)} of {len(shards)} gradients or other tensors, found "
-            f"{float(total)}: {where}. Skip this step, check the loss and the learning rate, or pass "
+            f"expected a finite norm of order {float(norm_type)} of {len(self.shards)} gradients or other tensors, "
+            f"found {float(total)}: {where}. Skip this step, check the loss and the learning rate, or pass "
             "error_if_nonfinite=False to continue",
             names,
         )
+
+    def _name_of(self, shard: LocalShard) -> str:
+        owner = self.owners[shard.number]
+        managed = shard.managed or managed_by(owner)
+        return f"parameter {shard.number} of shape {tuple(owner.shape)}" if managed is None else managed.fqn
 
 
 def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
@@ -370,29 +407,20 @@ def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
     return found
 
 
-def _scale(groups: Iterable[_ByKind], max_norm: float, total_norm: torch.Tensor) -> None:
+def _scale(gradients: Iterable[torch.Tensor | None], max_norm: float, total_norm: torch.Tensor) -> None:
     """Scale gradients in place so that their norm, which is ``total_norm``, is at most ``max_norm``."""
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for group in groups:
-        for (device, _), same in group.items():
-            torch._foreach_mul_(same, scale.to(device))
+    stored = [local_of(gradient) for gradient in gradients if gradient is not None]
+    # A sparse gradient that is not coalesced has several values per index.
+    stored = [local if local.layout is torch.strided else local._values() for local in stored]
+    for (device, _), same in _by_kind(stored).items():
+        torch._foreach_mul_(same, scale.to(device))
 
 
-def _stored_values(gradients: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the values that gradients store here, several per index if they are sparse and not coalesced."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    locals_ = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
-    if not {torch.Tensor}.issuperset(map(type, locals_)):
-        locals_ = list(map(local_of, found))
-    if {torch.strided}.issuperset(map(_layout_of, locals_)):
-        return locals_
-    return [local._values() if local.layout is torch.sparse_coo else local for local in locals_]
-
-
-def _by_kind(tensors: list[torch.Tensor]) -> _ByKind:
-    """Return them by device and dtype."""
+def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return tensors by device and dtype."""
     if not tensors:
         return {}
     grouped = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item] # an invariant list of optional
@@ -410,12 +438,12 @@ def _filled_values(local: torch.Tensor | None) -> list[torch.Tensor]:
     return [] if values is None or not values.numel() else [values]
 
 
-def _norms(groups: _ByKind, order: float) -> list[torch.Tensor]:
+def _norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Return one norm for each tensor, none of which is empty, in fp32 or wider: one kernel and one 1-D tensor for
     each device and dtype.
     """
     found: list[torch.Tensor] = []
-    for (_, dtype), same in groups.items():
+    for (_, dtype), same in _by_kind(tensors).items():
         if dtype.is_complex:
             norms = tuple(torch.linalg.vector_norm(tensor, order) for tensor in same)
         else:
@@ -427,11 +455,8 @@ def _norms(groups: _ByKind, order: float) -> list[torch.Tensor]:
 
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
     """All-reduce in place, through another device if the group has no back end for the tensor's (CPU offload, NCCL)."""
-    served = {device.type for device in axis.group._device_types}
-    if tensor.device.type in served:
-        dist.all_reduce(tensor, op=op, group=axis.group)
-        return
-    where = "cpu" if "cpu" in served else torch.device(min(served), torch.accelerator.current_device_index())
-    sent = tensor.to(where)
+    where = device_for(axis.group, tensor.device)
+    sent = tensor if where.type == tensor.device.type else tensor.to(where)
     dist.all_reduce(sent, op=op, group=axis.group)
-    tensor.copy_(sent)
+    if sent is not tensor:
+        tensor.copy_(sent)

@@ -16,8 +16,7 @@ The host waits for the last copy: state may be read or saved as soon as ``step()
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.engine.parameters.placement import dtensor
-from fullshard.engine.parameters.sharded import managed_by, value_of
-from fullshard.engine.unit import unit_owning
+from fullshard.engine.parameters.sharded import value_of
 from fullshard.memory import CommStream, PendingWork, host_buffer, make_comm_stream
 from fullshard.optim.local.localize import local_step_of, localize
 from fullshard.optim.local.step import State
@@ -39,7 +37,7 @@ _O = TypeVar("_O", bound=Optimizer)
 PART_BYTES = 32 * 2**20
 
 
-def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) -> _O:
+def offload(optimizer: _O, *, pin_memory: bool = True) -> _O:
     """Keep the state of an optimizer in CPU memory, and copy it to the device and back in each step.
 
     Parameters and gradients stay where they are, and the step is computed on the device with the same results, bit for
@@ -48,12 +46,11 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
     copy has arrived. State in ``state_dict()`` and ``fullshard.save`` is in CPU memory.
 
     State of parameters in CPU memory (``CPUOffloadPolicy``, CPU ranks) stays there and is stepped there, as always.
-    Scalars such as ``step`` stay where they are. Call it again to change the fraction, and on a copy of the optimizer.
+    Scalars such as ``step`` stay where they are. Call it again on a copy of the optimizer.
 
     Args:
         optimizer: Elementwise optimizer, as for ``fullshard.optim.localize``, with or without state. It is changed in
             place, and localized first if it is not.
-        fraction: Share of the state to offload, from 0 (none) to 1 (all): that of whole units, spread evenly.
         pin_memory: Pin (page-lock) the CPU memory, so that the copies overlap.
 
     Returns:
@@ -61,7 +58,7 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``fraction`` is not between 0 and 1, or ``optimizer`` cannot be localized.
+        ValueError: If ``optimizer`` cannot be localized.
 
     Warns:
         UserWarning: If all parameters are in CPU memory, where their state is already.
@@ -81,10 +78,6 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"offload: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-        raise TypeError(f"offload: fraction: expected a number, found {fraction!r}")
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"offload: fraction: expected a number from 0 to 1, found {fraction!r}")
     if not isinstance(pin_memory, bool):
         raise TypeError(f"offload: pin_memory: expected True or False, found {pin_memory!r}")
     step = local_step_of(optimizer) or local_step_of(localize(optimizer))
@@ -93,14 +86,13 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
             f"offload: expected an elementwise optimizer, found {type(optimizer).__name__}; for others, offload the "
             "parameters too: offload_policy=CPUOffloadPolicy()"
         )
-    if fraction and all(parameter.device.type == "cpu" for parameter in _parameters(optimizer)):
+    if all(parameter.device.type == "cpu" for parameter in _parameters(optimizer)):
         warnings.warn("offload has no effect: all parameters, and so their state, are in CPU memory", stacklevel=2)
-    state = step.offload
-    if not isinstance(state, StateOffload):
-        state = step.offload = StateOffload(optimizer)
-        optimizer.register_load_state_dict_post_hook(state.place)
-    state.fraction, state.pin_memory = float(fraction), pin_memory
-    state.place(optimizer)
+    if not isinstance(step.offload, StateOffload):
+        step.offload = StateOffload()
+        optimizer.register_load_state_dict_post_hook(step.offload.place)
+    step.offload.pin_memory = pin_memory
+    step.offload.place(optimizer)
     return optimizer
 
 
@@ -112,17 +104,19 @@ class _Part:
     """Some local tensors that are stepped together, and their state while it is on the device."""
 
     tensors: list[torch.Tensor]
-    homes: dict[tuple[int, Any], torch.Tensor]  # state in host memory, by the identity of the entries and the name
+    host: dict[tuple[int, Any], torch.Tensor]  # state in host memory, by the identity of the entries and the name
     work: PendingWork | None  # that copies it to the device, and later back
     leaving: list[torch.Tensor]  # what is being copied back
 
     def __init__(self) -> None:
-        self.tensors, self.homes, self.work, self.leaving = [], {}, None, []
+        self.tensors, self.host, self.work, self.leaving = [], {}, None, []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def elementwise(self, state: State) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
+        """Yield the entries of each tensor, and the name and value of each elementwise one among them."""
+        for tensor in self.tensors:
+            entries = state.get(tensor, {})
+            for name, entry in _elementwise(entries, tensor):
+                yield entries, name, entry
 
     def finish(self) -> None:
         """Have the current stream wait for the copies that were begun last, and free what they no longer need."""
@@ -134,73 +128,45 @@ class _Part:
 class StateOffload:
     """Keeps state of one optimizer in host memory, see [Note: Streamed optimizer state]."""
 
-    fraction: float
     pin_memory: bool
     streams: dict[torch.device, tuple[CommStream, CommStream]]  # that copy to the device, and to the host
-    _optimizer: weakref.ref[Optimizer]
-    _choice: tuple[list[int], float, set[int]]  # parameters, fraction, and those whose state is offloaded, by id
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.fraction, self.pin_memory, self.streams = 0.0, True, {}
-        self._optimizer, self._choice = weakref.ref(optimizer), ([], 0.0, set())
-
-    # ---------------------------------------------------------------- what is where
-
-    def _chosen(self, optimizer: Optimizer) -> set[int]:
-        """Return the ids of the parameters whose state is offloaded: those of every so many units."""
-        parameters = _parameters(optimizer)
-        ids = list(map(id, parameters))
-        if self._choice[:2] == (ids, self.fraction):
-            return self._choice[2]
-        units: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.device.type not in ("cpu", "meta"):
-                managed = managed_by(parameter)
-                unit = None if managed is None else unit_owning(managed)
-                units.setdefault(id(unit or parameter), []).append(parameter)
-        chosen: set[int] = set()
-        seen = moved = 0
-        for members in units.values():
-            size = sum(parameter.numel() * parameter.itemsize for parameter in members)
-            seen += size
-            if moved + size <= self.fraction * seen:
-                moved += size
-                chosen.update(map(id, members))
-        self._choice = ids, self.fraction, chosen
-        return chosen
+    def __init__(self) -> None:
+        self.pin_memory, self.streams = True, {}
 
     def place(self, optimizer: Optimizer) -> None:
-        """Move state that there is to where it belongs."""
-        chosen = self._chosen(optimizer)
+        """Move the state of parameters on a device to host memory."""
         with torch.inference_mode(False), torch.no_grad():
             for parameter in _parameters(optimizer):
-                entries = optimizer.state.get(parameter)
-                if not isinstance(entries, dict) or parameter.device.type in ("cpu", "meta"):
-                    continue
-                target = torch.device("cpu") if id(parameter) in chosen else parameter.device
-                for name, entry in list(entries.items()):
-                    if _is_elementwise_entry(entry, parameter) and entry.device.type != target.type:
-                        entries[name] = _like(entry, value_of(entry).to(target))
+                if parameter.device.type not in ("cpu", "meta"):
+                    entries = optimizer.state.get(parameter, {})
+                    for name, entry in _elementwise(entries, parameter):
+                        if entry.device.type != "cpu":
+                            entries[name] = self._on_host(entry)
+                            value_of(entries[name]).copy_(value_of(entry))
+
+    def _on_host(self, entry: torch.Tensor) -> torch.Tensor:
+        """Allocate host memory for an entry of the state, with its strides."""
+        local = value_of(entry)
+        memory = host_buffer(local.numel(), local.dtype, pin=self.pin_memory)
+        return _like(entry, memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
 
     # ---------------------------------------------------------------- a step
 
-    def divide(self, parameters: Mapping[torch.Tensor, torch.Tensor], state: State) -> Iterator[set[int]]:
+    def divide(self, tensors: Iterable[torch.Tensor], state: State) -> Iterator[set[int]]:
         """Yield the ids of all local tensors, in parts; ``state`` of each is on the device meanwhile."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer is stepping"
-        chosen, rest = self._chosen(optimizer), []
         by_device: dict[torch.device, list[_Part]] = {}
-        for tensor, parameter in parameters.items():
-            if id(parameter) not in chosen:
-                _bring_to_device(tensor, state)
-                rest.append(tensor)
+        on_host = set()
+        for tensor in tensors:
+            if tensor.device.type in ("cpu", "meta"):
+                on_host.add(id(tensor))
                 continue
             parts = by_device.setdefault(tensor.device, [])
-            if not parts or parts[-1].nbytes >= PART_BYTES:
+            if not parts or sum(each.nbytes for each in parts[-1].tensors) >= PART_BYTES:
                 parts.append(_Part())
             parts[-1].tensors.append(tensor)
-        if rest or not by_device:
-            yield set(map(id, rest))
+        if on_host or not by_device:
+            yield on_host
         for device, parts in by_device.items():
             yield from self._stream(parts, device, state)
 
@@ -225,13 +191,7 @@ class StateOffload:
 
     def _fetch(self, part: _Part, device: torch.device, state: State, stream: CommStream) -> None:
         """Begin to copy the state of a part to the device, as far as it is in host memory."""
-        found = [
-            (entries, name, entry)
-            for tensor in part.tensors
-            for entries in (state.get(tensor, {}),)
-            for name, entry in entries.items()
-            if _is_elementwise_entry(entry, tensor) and entry.device.type == "cpu"
-        ]
+        found = [each for each in part.elementwise(state) if each[2].device.type == "cpu"]
         copies: list[torch.Tensor] = []
 
         def allocate() -> None:
@@ -244,54 +204,41 @@ class StateOffload:
         with torch.inference_mode(False), torch.no_grad():
             part.work = stream.issue(list, copy, allocate=allocate)
         for there, (entries, name, entry) in zip(copies, found, strict=True):
-            part.homes[id(entries), name] = entry
+            part.host[id(entries), name] = entry
             entries[name] = _like(entry, there)
 
     def _store(self, part: _Part, state: State, stream: CommStream) -> None:
         """Begin to copy the state of a part, which has been stepped, to host memory: where it was, or to new memory."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensor in part.tensors:
-            entries = state.get(tensor, {})
-            for name, entry in entries.items():
-                if not _is_elementwise_entry(entry, tensor) or entry.device.type == "cpu":
-                    continue
-                local, home = value_of(entry), part.homes.get((id(entries), name))
-                if (
-                    home is None
-                    or home.dtype is not local.dtype
-                    or (self.pin_memory and not value_of(home).is_pinned())
-                ):
-                    memory = host_buffer(local.numel(), local.dtype, pin=self.pin_memory)
-                    home = _like(entry, memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
-                entries[name] = home
-                pairs.append((value_of(home), local))
+        for entries, name, entry in part.elementwise(state):
+            if entry.device.type != "cpu":
+                host = part.host.get((id(entries), name))
+                if host is None or host.dtype is not entry.dtype:
+                    host = self._on_host(entry)
+                entries[name] = host
+                pairs.append((value_of(host), value_of(entry)))
 
         def copy() -> None:
-            for home, local in pairs:
-                home.copy_(local, non_blocking=True)
+            for host, local in pairs:
+                host.copy_(local, non_blocking=True)
 
         with torch.inference_mode(False), torch.no_grad():
             part.work, part.leaving = stream.issue(list, copy), [local for _, local in pairs]
-
-
-def _bring_to_device(tensor: torch.Tensor, state: State) -> None:
-    """Move state that stays on the device there, if something else has put it on the host, such as a load."""
-    device, entries = tensor.device, state.get(tensor, {})
-    for name, entry in entries.items():
-        if device.type != "cpu" and _is_elementwise_entry(entry, tensor) and entry.device.type == "cpu":
-            entries[name] = _like(entry, value_of(entry).to(device))
 
 
 def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor(local, entry._spec) if isinstance(entry, DTensor) else local
 
 
-def _is_elementwise_entry(entry: Any, parameter: torch.Tensor) -> bool:
-    """True if an entry of the state of a parameter has one element for each of the parameter's, and any."""
-    if (
-        not isinstance(entry, torch.Tensor)
-        or not entry.dim()
-        or isinstance(entry, DTensor) != isinstance(parameter, DTensor)
-    ):
-        return False
-    return value_of(entry).shape == value_of(parameter).shape and value_of(entry).numel() > 0
+def _elementwise(entries: Any, parameter: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    """Return the entries of the state of a parameter that have one element for each of the parameter's, and any."""
+    shape = value_of(parameter).shape
+    return [
+        (name, entry)
+        for name, entry in (entries.items() if isinstance(entries, dict) else ())
+        if isinstance(entry, torch.Tensor)
+        and entry.dim()
+        and isinstance(entry, DTensor) == isinstance(parameter, DTensor)
+        and value_of(entry).shape == shape
+        and value_of(entry).numel()
+    ]

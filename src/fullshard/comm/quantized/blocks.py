@@ -57,7 +57,7 @@ class BlockFormat:
         return self.block + SCALE_BYTES
 
     def rows(self, numel: int) -> int:
-        """Rows that so many values take."""
+        """Return the number of rows that ``numel`` values take."""
         return -(-numel // self.block)
 
     def encode(self, values: torch.Tensor, rows: torch.Tensor) -> None:
@@ -101,26 +101,25 @@ class BlockFormat:
             if work is not target:
                 target.copy_(work)
 
-    def add(self, rows: torch.Tensor, total: torch.Tensor, factor: float = 1.0) -> None:
-        """Add ``factor`` times what the rows hold to ``total``.
+    def add(self, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the values of the rows to ``total``.
 
         Args:
             rows: ``(m, rows(n), row_bytes)`` of uint8.
             total: ``(m, n)`` of fp32, each ``[i]`` contiguous.
-            factor: 1.0, or -1.0 to leave what rounding took away.
         """
         codes, scales = self._parts(rows)
         for start, count, width in self._chunks(total):
             target = total.narrow(1, start * self.block, count * width).view(-1, count, width)
             work = codes.narrow(1, start, count).narrow(2, 0, width).to(torch.float32)
-            target.addcmul_(work, scales.narrow(1, start, count).unsqueeze(-1), value=factor)
+            target.addcmul_(work, scales.narrow(1, start, count).unsqueeze(-1))
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes ``(m, r, block)`` and the scales ``(m, r)`` in rows."""
+        """Return the codes ``(m, r, block)`` and the scales ``(m, r)`` in rows."""
         return rows[..., : self.block].view(self.dtype), rows.view(torch.float32)[..., self.block // SCALE_BYTES]
 
     def _chunks(self, values: torch.Tensor) -> list[tuple[int, int, int]]:
-        """First row, number of rows and values per row of what is worked on at a time."""
+        """Return the first row, number of rows and values per row of each chunk that is worked on at a time."""
         ranks, numel = values.shape
         whole, rest = divmod(numel, self.block)
         room = _AT_A_TIME.get(values.device.type, _AT_A_TIME_ELSEWHERE)

@@ -86,13 +86,11 @@ class QuantizedTransport(WrappingTransport):
 
     policy: CommQuantization
     traffic: dict[Kind, Traffic]
-    _residuals: dict[object, torch.Tensor]  # fp32; what quantization has taken away in the last step, by place
 
     def __init__(self, base: Transport, policy: CommQuantization, traffic: dict[Kind, Traffic] | None = None) -> None:
         super().__init__(base)
         self.policy, self.traffic = policy, {} if traffic is None else traffic
         self.reads_padding = policy.reduce is not None
-        self._residuals = {}
 
     def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
         """Return what the wrapped transport chooses; arguments as for ``Transport.smallest_direct``."""
@@ -107,7 +105,7 @@ class QuantizedTransport(WrappingTransport):
             return self.base._all_gather(plain)
         with torch.inference_mode(False), torch.no_grad():
             sent = layout.message(1)
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
             arrived = layout.message(self.world_size)
             rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
         works = self.base._all_gather([*plain, rows])
@@ -121,8 +119,8 @@ class QuantizedTransport(WrappingTransport):
         rank, peers = self.rank, self.world_size - 1
         with torch.inference_mode(False), torch.no_grad():
             sent, arrived = layout.message(peers), layout.message(peers)
-            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank], self._encode)
-            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :], self._encode)
+            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank])
+            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :])
         sizes = [0 if peer == rank else layout.nbytes for peer in range(peers + 1)]
         works = issue_all(
             [
@@ -141,7 +139,7 @@ class QuantizedTransport(WrappingTransport):
             # All rows of this rank, zeros behind them; and of every rank the rows that this one adds up.
             sent = torch.empty((1, self.world_size * layout.share * size), dtype=torch.uint8, device=layout.device)
             sent[:, layout.rows * size :] = 0
-            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
             arrived = torch.empty_like(sent)
         works = issue_all(
             [
@@ -163,24 +161,10 @@ class QuantizedTransport(WrappingTransport):
         if factor != 1:
             total.mul_(1 / factor)
         sent = torch.empty((1, *shape[1:]), dtype=torch.uint8, device=arrived.device)
-        self._encode(form, ("sums", layout.rows), total, sent)
+        form.encode(total, sent)
         for work in self.base._all_gather([CommRequest(layout.unit, [Operand(sent.view(-1), sums.view(-1))])]):
             work.wait()
         layout.read(sums, lambda operand: operand.unsharded.unsqueeze(0))
-
-    def _encode(self, form: BlockFormat, key: object, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write values into rows; with error feedback, with what was taken from those of ``key`` in the last step."""
-        if not self.policy.error_feedback:
-            form.encode(values, rows)
-            return
-        residual = self._residuals.get(key)
-        if residual is None:
-            residual = self._residuals[key] = torch.zeros_like(values, dtype=torch.float32)
-        residual.add_(values)
-        form.encode(residual, rows)
-        form.add(rows, residual, -1.0)
-        # An overflow is the present step's only: kept, it would come back in every step.
-        residual.nan_to_num_(0.0, 0.0, 0.0)
 
     # ---------------------------------------------------------------- what is quantized
 
@@ -221,7 +205,7 @@ class QuantizedTransport(WrappingTransport):
         return layout, plain, sent
 
     def _spans(self, operand: Operand) -> list[_Span]:
-        """The shard of an operand cut into spans that follow one another and cover it; none if none is quantized."""
+        """Cut the shard of an operand into spans that follow one another; return none if nothing is quantized."""
         if operand.shard.dtype not in QUANTIZED_DTYPES:
             return []
         spans: list[_Span] = []
@@ -238,11 +222,10 @@ class QuantizedTransport(WrappingTransport):
 
 
 _Span = tuple[int, int, bool]  # of a shard: first element, number of elements, sent as rows or as they are
-_Encode = Callable[[BlockFormat, object, torch.Tensor, torch.Tensor], None]  # format, key, values, rows
 
 
 class _Place(NamedTuple):
-    """Where some elements of a shard lie in a message: as rows, or as they are behind all rows."""
+    """The place of some elements of a shard in a message: as rows, or as they are behind all rows."""
 
     operand: Operand
     offset: int  # of the first element in the shard
@@ -253,7 +236,7 @@ class _Place(NamedTuple):
 
 
 class _MessageLayout:
-    """Where the spans of one launch lie in the message for one rank: rows, then what is sent in full precision."""
+    """The layout of the message for one rank: rows, then the spans that are sent in full precision."""
 
     format: BlockFormat
     kind: Kind
@@ -312,26 +295,20 @@ class _MessageLayout:
         return once * (self._world_size - 1)
 
     def message(self, ranks: int) -> torch.Tensor:
-        """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
+        """Allocate the messages of ``ranks`` ranks: ``(ranks, nbytes)`` of uint8."""
         return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
-    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode) -> None:
-        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``.
-
-        Args:
-            message: Is filled.
-            values: Of an operand.
-            encode: Writes values into rows, given the format and a key that is the same in every step.
-        """
-        for index, place in enumerate(self.places):
+    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
+        """Write the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
+        for place in self.places:
             part = values(place.operand).narrow(1, place.offset, place.numel)
-            if not place.quantized:
-                self._bytes_in(message, place).copy_(part)
+            if place.quantized:
+                self.format.encode(part, self._rows_in(message, place))
             else:
-                encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
+                self._bytes_in(message, place).copy_(part)
 
     def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
-        """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""
+        """Read the operands' ``values``, ``(ranks, numel)``, from messages, ``(ranks, nbytes)``."""
         for place in self.places:
             part = values(place.operand).narrow(1, place.offset, place.numel)
             if place.quantized:
@@ -340,7 +317,7 @@ class _MessageLayout:
                 part.copy_(self._bytes_in(message, place))
 
     def add_up(self, message: torch.Tensor, rank: int) -> None:
-        """Set all shards to the scaled sums of this rank's own values and those in messages of all others."""
+        """Set all shards to the scaled sums of this rank's values and those in the messages of all others."""
         for place in self.places:
             self._add_up(place, message, rank)
 
@@ -366,12 +343,12 @@ class _MessageLayout:
             target.copy_(total)
 
     def _rows_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
-        """The rows of a span: ``(ranks, rows, row_bytes)``."""
+        """Return the rows of a span: ``(ranks, rows, row_bytes)``."""
         size, count = self.format.row_bytes, self.format.rows(place.numel)
         return message.narrow(1, place.at * size, count * size).view(-1, count, size)
 
     def _bytes_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
-        """The values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
+        """Return the values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
         dtype = place.operand.shard.dtype
         start = self.rows * self.format.row_bytes + place.at
         return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
@@ -384,7 +361,7 @@ def _finish(turn_into_values: Callable[[], None], kept: torch.Tensor) -> None:
 
 
 def _by_rank(operand: Operand, world_size: int) -> torch.Tensor:
-    """The unsharded tensor as ``(world_size, numel)``."""
+    """View the unsharded tensor as ``(world_size, numel)``."""
     return operand.unsharded.view(world_size, -1)
 
 
@@ -400,7 +377,7 @@ def _all_to_all(
     sent: torch.Tensor,
     sizes: Sequence[int],
 ) -> list[Work]:
-    """Exchange messages of so many bytes with every rank; no sizes: equal ones. Rank order on both sides."""
+    """Exchange messages of these sizes in bytes with every rank, in rank order; without sizes, of equal ones."""
     if isinstance(base, GlooTransport):
         parts = list(sizes) or [sent.numel() // base.world_size] * base.world_size
         return base.all_to_all(unit, arrived.view(-1).split_with_sizes(parts), sent.view(-1).split_with_sizes(parts))

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import compress
-from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,10 +33,6 @@ from fullshard.profiling import profiled
 __all__ = ["WITHOUT_HOOKS", "LocalStep", "State", "own_step"]
 
 State = dict[Any, dict[Any, Any]]  # state of an optimizer, by parameter or local tensor
-
-Tensors = list[Any]  # plain tensors and DTensors
-
-_GRADIENT, _LOCAL, _SPEC, _DTYPE = map(attrgetter, ("grad", "_local_tensor", "_spec", "dtype"))
 
 # Attributes of an optimizer that steps without hooks of its own.
 WITHOUT_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
@@ -53,32 +47,14 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return found
 
 
-class StateColumn(NamedTuple):
-    """The values of one name in the state of some parameters.
-
-    Args:
-        entries: The state of each parameter.
-        name: The name.
-        values: The user's values, with DTensors.
-        shown: The values that the optimizer sees, with local tensors.
-        size: How many names there are.
-    """
-
-    entries: list[Any]
-    name: Any
-    values: list[Any]
-    shown: list[Any]
-    size: int
-
-
 class DividedStep(Protocol):
     """Divides a step into parts, around each of which it moves state."""
 
-    def divide(self, parameters: dict[torch.Tensor, torch.Tensor], state: State) -> Iterable[set[int]]:
+    def divide(self, tensors: Iterable[torch.Tensor], state: State) -> Iterable[set[int]]:
         """Yield the ids of all local tensors, each once, while ``state`` of theirs is where they are.
 
         Args:
-            parameters: The parameter of each local tensor.
+            tensors: The local tensors.
             state: The state of each local tensor.
         """
 
@@ -105,7 +81,7 @@ class LocalStep:
         self.is_running = True
         try:
             view.open()
-            everything = (None,) if self.offload is None else self.offload.divide(view.parameters(), view.state)
+            everything = (None,) if self.offload is None else self.offload.divide(view.tensors, view.state)
             returned = None
             for part in everything:
                 with profiled("optimizer"):
@@ -119,89 +95,72 @@ class LocalStep:
 class _LocalView:
     """The groups and the state of an optimizer, with local tensors in place of DTensors while it is open.
 
-    Its loops over parameters run in C, each over one kind of object: a step of many small parameters waits for memory.
-
     Args:
         optimizer: The optimizer.
         with_requires_grad: True if local tensors require gradients where the parameters do, as some steps ask for.
     """
 
     state: State
-    _groups: list[tuple[int, Tensors]]  # tensors that are stepped, by the number of their group
-    _stepped: list[tuple[Tensors, Tensors, list[Any]]]  # parameters, what is stepped for them, entries of the state
-    _columns: list[StateColumn]
-    _is_new: bool  # there may be state that was not there before
+    _groups: list[tuple[int, list[torch.Tensor]]]  # tensors that are stepped, by the number of their group
+    # Parameters, the tensors that are stepped for them, and the entries of the state.
+    _stepped: list[tuple[torch.Tensor, torch.Tensor, dict[Any, Any] | None]]
+    _aliases: dict[int, torch.Tensor]  # local tensors that are not the parameters' own, by the parameters' ids
+    # Entries of the state in which a local tensor stands for a DTensor: the dictionary, the name, and both.
+    _shown: list[tuple[dict[Any, Any], Any, DTensor, torch.Tensor]]
 
     def __init__(self, optimizer: Optimizer, *, with_requires_grad: bool) -> None:
-        self._optimizer, self._with_requires_grad, self._is_new = optimizer, with_requires_grad, with_requires_grad
+        self._optimizer, self._with_requires_grad = optimizer, with_requires_grad
         self._options = [dict(group) for group in optimizer.param_groups]
-        self.state, self._groups, self._stepped, self._columns = defaultdict(dict), [], [], []
+        self.state, self._groups, self._stepped, self._shown = defaultdict(dict), [], [], []
+        self._aliases = {}
 
-    def parameters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the parameter of each local tensor."""
-        return {local: p for some, tensors, _ in self._stepped for p, local in zip(some, tensors, strict=True)}
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors that are stepped."""
+        return [tensor for _, tensors in self._groups for tensor in tensors]
 
     def open(self) -> None:
         """Find the local tensors of all parameters with gradients, and give them their gradients and state."""
         state: Any = self._optimizer.state
-        others: list[tuple[int, Tensors]] = []
+        others: list[tuple[int, list[torch.Tensor]]] = []
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for number, group in enumerate(self._optimizer.param_groups):
-                gradients = list(map(_GRADIENT, group["params"]))
-                given = [gradient is not None for gradient in gradients]
-                listed, gradients = list(compress(group["params"], given)), list(compress(gradients, given))
-                are_sharded = [type(parameter) in SHARDED_TYPES for parameter in listed]
-                parameters, gradients = list(compress(listed, are_sharded)), list(compress(gradients, are_sharded))
-                entries = list(map(state.get, parameters))
-                are_plain = {torch.Tensor}.issuperset(map(type, map(_LOCAL, parameters)))
-                are_local = are_plain and _are_alike(gradients, parameters)
-                columns = _columns(parameters, entries) if are_local else None
-                if columns is None:
-                    parameters, gradients, entries, columns = [], [], [], []
-                local = self._show_local(parameters, gradients, entries, columns)
-                rest = [p for p in listed if type(p) not in SHARDED_TYPES] if parameters else listed
-                self._add(rest, rest, list(map(state.get, rest)))
-                self._groups.append((number, local + [p for p in rest if not isinstance(p, DTensor)]))
+                listed = [parameter for parameter in group["params"] if parameter.grad is not None]
+                sharded = [parameter for parameter in listed if type(parameter) in SHARDED_TYPES]
+                entries = [state.get(parameter) for parameter in sharded]
+                stepped: list[torch.Tensor] = []
+                if all(map(_is_local, sharded, entries)):
+                    stepped = list(map(self._show_local, sharded, entries))
+                    listed = [parameter for parameter in listed if type(parameter) not in SHARDED_TYPES]
+                for parameter in listed:
+                    self._add(parameter, parameter, state.get(parameter))
                 # Foreach kernels take no list of DTensors and plain tensors.
-                others.append((number, [p for p in rest if isinstance(p, DTensor)]))
+                self._groups.append((number, stepped + [each for each in listed if not isinstance(each, DTensor)]))
+                others.append((number, [each for each in listed if isinstance(each, DTensor)]))
         self._groups += [(number, tensors) for number, tensors in others if tensors]
         self.state.update(_shared_entries(state))
 
-    def _add(self, parameters: Tensors, tensors: Tensors, entries: list[Any]) -> None:
-        """Have tensors stepped, with the state of the parameters."""
-        self._stepped.append((parameters, tensors, entries))
-        self._is_new = self._is_new or not all(entries)
-        given = [each is not None for each in entries]
-        self.state.update(zip(compress(tensors, given), compress(entries, given), strict=True))
+    def _add(self, parameter: torch.Tensor, stepped: torch.Tensor, entries: dict[Any, Any] | None) -> None:
+        self._stepped.append((parameter, stepped, entries))
+        if entries is not None:
+            self.state[stepped] = entries
 
-    def _show_local(
-        self, parameters: Tensors, gradients: Tensors, entries: list[Any], columns: list[StateColumn]
-    ) -> Tensors:
-        """Have the local tensors of parameters stepped, with their gradients and state, and return them."""
-        tensors, own = list(map(_LOCAL, parameters)), list(map(_LOCAL, gradients))
-        are_usual = all(map(torch.Tensor.dim, tensors)) and set(map(_DTYPE, own)) == set(map(_DTYPE, tensors))
-        if self._with_requires_grad or not are_usual:
-            aliases = {id(p): self._alias(p, gradient) for p, gradient in zip(parameters, own, strict=True)}
-            tensors, own = [aliases[id(parameter)] for parameter in parameters], list(map(_with_dims, own))
-            columns = [
-                each if each.shown is each.values else each._replace(shown=list(map(_with_dims, each.shown)))
-                for each in columns
-            ]
-        self._add(parameters, tensors, entries)
-        for local, gradient in zip(tensors, own, strict=True):
-            local.grad = gradient
-        self._columns += columns
-        for column in columns:
-            if column.shown is not column.values:
-                for each, entry in zip(column.entries, column.shown, strict=True):
-                    each[column.name] = entry
-        return tensors
-
-    def _alias(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a local tensor that is an object of its own, of which more than its gradient is set."""
-        local = _with_dims(parameter._local_tensor.detach())
-        local.requires_grad_(self._with_requires_grad and parameter.requires_grad)
-        local.grad_dtype = gradient.dtype
+    def _show_local(self, parameter: Any, entries: dict[Any, Any] | None) -> torch.Tensor:
+        """Return the local tensor of a parameter, with its gradient, and show local tensors in its state."""
+        local: torch.Tensor = parameter._local_tensor
+        gradient: torch.Tensor = parameter.grad._local_tensor
+        if self._with_requires_grad or not local.dim() or gradient.dtype is not local.dtype:
+            # More than the gradient is set, so it is another object than the parameter's.
+            local = self._aliases.setdefault(id(parameter), _with_dims(local.detach()))
+            local.requires_grad_(self._with_requires_grad and parameter.requires_grad)
+            local.grad_dtype, gradient = gradient.dtype, _with_dims(gradient)
+        local.grad = gradient
+        self._add(parameter, local, entries)
+        if entries is not None:
+            for name, entry in entries.items():
+                if isinstance(entry, DTensor):
+                    entries[name] = shown = _with_dims(entry._local_tensor)
+                    self._shown.append((entries, name, entry, shown))
         return local
 
     def step(self, part: set[int] | None, *args: Any, **kwargs: Any) -> Any:
@@ -230,39 +189,26 @@ class _LocalView:
 
     def close(self) -> None:
         """Show DTensors in the state again, and take the gradients from the local tensors."""
-        is_new = self._is_new
-        for column in self._columns:
-            is_new = is_new or set(map(len, column.entries)) != {column.size}
-            left = [each.get(column.name) for each in column.entries]
-            is_known = list(map(is_, left, column.shown))
-            is_new = is_new or not all(is_known)
-            if column.shown is not column.values:
-                for each, users in zip(
-                    compress(column.entries, is_known), compress(column.values, is_known), strict=True
-                ):
-                    each[column.name] = users
+        state: Any = self._optimizer.state
+        for entries, name, users, shown in self._shown:
+            if entries.get(name) is shown:
+                entries[name] = users
         with torch.inference_mode(False), torch.no_grad():
-            for parameters, tensors, entries in self._stepped:
-                if tensors is not parameters:
-                    for local in tensors:
-                        local.grad = None
-                if is_new:
-                    for each in zip(parameters, tensors, entries, strict=True):
-                        self._show_users(*each)
-        self._optimizer.state.update(_shared_entries(self.state))
+            for parameter, stepped, before in self._stepped:
+                left = self.state.get(stepped)
+                if stepped is not parameter:
+                    stepped.grad = None
+                    _show_users(parameter, stepped, left or {})
+                if left is not None and left is not before:
+                    state[parameter] = left
+        state.update(_shared_entries(self.state))
 
-    def _show_users(self, parameter: Any, local: torch.Tensor, before: Any) -> None:
-        """Show a DTensor for each new tensor in the state of a parameter."""
-        left = self.state.get(local)
-        if left is None:
-            return
-        if local is not parameter:
-            for name, entry in left.items():
-                if type(entry) is torch.Tensor and entry.shape == local.shape:
-                    left[name] = dtensor_like(entry.view(parameter._local_tensor.shape), parameter)
-        if left is not before:
-            state: Any = self._optimizer.state
-            state[parameter] = left
+
+def _show_users(parameter: Any, local: torch.Tensor, entries: dict[Any, Any]) -> None:
+    """Show a DTensor for each new local tensor in the state of a parameter."""
+    for name, entry in entries.items():
+        if type(entry) is torch.Tensor and entry.dim() and entry.shape == local.shape:
+            entries[name] = dtensor_like(entry.view(parameter._local_tensor.shape), parameter)
 
 
 def _with_dims(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,38 +218,31 @@ def _with_dims(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shared_entries(state: Any) -> State:
     """Return the entries of a state that belong to no parameter."""
-    others = {kind for kind in set(map(type, state)) if not issubclass(kind, torch.Tensor)}
-    return {key: entries for key, entries in state.items() if type(key) in others} if others else {}
+    return {key: entries for key, entries in state.items() if not isinstance(key, torch.Tensor)}
 
 
-def _are_alike(tensors: Tensors, parameters: Tensors) -> bool:
-    """Return True if gradients, or entries of the state, have the elements of this rank's shards of parameters."""
-    if not all(map(is_, map(type, tensors), map(type, parameters))):
+def _is_local(parameter: Any, entries: dict[Any, Any] | None) -> bool:
+    """Return True if the gradient and the state of a parameter have the elements of this rank's shard of it."""
+    kind = type(parameter)
+    if type(parameter._local_tensor) is not torch.Tensor or type(parameter.grad) is not kind:
         return False
-    if not {torch.Tensor}.issuperset(map(type, map(_LOCAL, tensors))):
-        return False
-    return all(map(is_, map(_SPEC, tensors), map(_SPEC, parameters))) or all(map(_is_alike, tensors, parameters))
+    for value in (parameter.grad, *(entries or {}).values()):
+        if type(value) is kind:
+            if not _is_alike(value, parameter):
+                return False
+        # Others with dims are maybe of unsharded parameters, whose beginning a fused kernel would take.
+        elif isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.dim()):
+            return False
+    return True
 
 
 def _is_alike(tensor: Any, parameter: Any) -> bool:
-    own, found = parameter._spec, tensor._spec
-    if found.placements != own.placements or found.shape != own.shape or found.mesh != own.mesh:
+    """Return True if a DTensor is sharded as a parameter, with a plain local tensor."""
+    if type(tensor._local_tensor) is not torch.Tensor:
+        return False
+    spec, found = parameter._spec, tensor._spec
+    if spec is found:
+        return True
+    if found.placements != spec.placements or found.shape != spec.shape or found.mesh != spec.mesh:
         return False
     return bool(tensor._local_tensor.shape == parameter._local_tensor.shape)
-
-
-def _columns(parameters: Tensors, entries: list[Any]) -> list[StateColumn] | None:
-    """Return the state of parameters by name; None if some of it has not the elements of this rank's shards."""
-    found: list[StateColumn] = []
-    for names in {tuple(each) for each in entries if each is not None}:
-        chosen = [each is not None and tuple(each) == names for each in entries]
-        owners, some = list(compress(parameters, chosen)), list(compress(entries, chosen))
-        for name in names:
-            values = list(map(itemgetter(name), some))
-            if _are_alike(values, owners):
-                found.append(StateColumn(some, name, values, list(map(_LOCAL, values)), len(names)))
-            elif any(isinstance(each, DTensor) or each.dim() for each in values if isinstance(each, torch.Tensor)):
-                return None  # maybe of unsharded parameters, whose beginning a fused kernel would take
-            else:
-                found.append(StateColumn(some, name, values, values, len(names)))
-    return found

@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fullshard.engine.parameters.flat import is_flat
-from fullshard.engine.parameters.placement import dtensor_like
 from fullshard.engine.parameters.sharded import managed_by, value_of
-from fullshard.engine.parameters.tensor_shards import local_of, sharded_axes
+from fullshard.engine.parameters.tensor_shards import local_of, sharded_axes, sharded_like
 from fullshard.errors import FullshardError
-from fullshard.optim.muon.exchange import Assignment, MatrixTraffic, PendingExchange, Round
+from fullshard.optim.muon.exchange import Assignment, PendingExchange, Round
 from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup, matrix_shape
 from fullshard.profiling import profiled
 
@@ -52,7 +51,8 @@ class MatrixOptimizer(Optimizer):
 
     Parameters may be those of ``fully_shard`` (any mesh, any dim, also with tensor parallelism), of the wrapper with
     ``use_orig_params=True``, DTensors, and plain ones. Parameters that are not sharded are updated on every rank. All
-    ranks have to step together, also those without gradients.
+    ranks have to step together, also those without gradients: a rank without a gradient of a matrix leaves its shard
+    unchanged, and counts as zeros in the matrix of the others.
 
     Args:
         params: 2-D parameters, parameter groups, or named parameters.
@@ -90,8 +90,7 @@ class MatrixOptimizer(Optimizer):
         """Return this rank's shard of the matrix from which the owner rank computes the update.
 
         Args:
-            gradient: This rank's shard, a plain tensor: 2-D, or 1-D for a parameter of the wrapper. Zeros if the
-                gradient is missing only on this rank.
+            gradient: This rank's shard, a plain tensor: 2-D, or 1-D for a parameter of the wrapper.
             state: State of the parameter, with local tensors. Change it in place, or set keys.
             group: The parameter group.
 
@@ -213,20 +212,82 @@ class MatrixOptimizer(Optimizer):
     def _step(self) -> None:
         """Run all rounds, overlapping computation and communication. See [Note: Rounds]."""
         plan = self.plan()
-        steps = [_RoundStep(self, exchange) for exchange in plan.rounds]
-        for step in steps[:1]:
-            step.send_gradients()
-        _step_unsharded_matrices(self, plan.unsharded)  # while the first messages are in flight
-        for index, step in enumerate(steps):
-            step.receive()
-            for later in steps[index + 1 : index + 2]:
-                later.send_gradients()
-            step.compute()
-            if index:
-                steps[index - 1].finish()
-            step.send_back()
-        for step in steps[-1:]:
-            step.finish()
+        sent = [self._send(exchange) for exchange in plan.rounds[:1]]
+        self._step_unsharded_matrices(plan.unsharded)  # while the first messages are in flight
+        returning: list[tuple[Round, PendingExchange]] = []
+        for index, exchange in enumerate(plan.rounds):
+            matrices = exchange.full_matrices(sent.pop().wait())
+            sent += [self._send(following) for following in plan.rounds[index + 1 : index + 2]]
+            updates = self._updates(exchange, matrices)
+            while returning:
+                self._apply_round(*returning.pop())
+            returning.append((exchange, exchange.send_back(updates)))
+            del matrices, updates
+        while returning:
+            self._apply_round(*returning.pop())
+
+    def _send(self, exchange: Round) -> PendingExchange:
+        """Update the states of a round's matrices and start sending shards to the owner ranks."""
+        shards = []
+        for matrix in exchange.matrices:
+            gradient = _local_gradient(matrix)
+            shards.append(
+                torch.zeros_like(value_of(matrix.parameter)) if gradient is None else self._prepare(matrix, gradient)
+            )
+        return exchange.send(shards)
+
+    def _updates(self, exchange: Round, matrices: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute the updates of full matrices, those of one shape and group together."""
+        alike: dict[tuple[int, torch.Size], list[int]] = {}
+        for index, full in matrices.items():
+            alike.setdefault((exchange.matrices[index].group, full.shape), []).append(index)
+        updates: dict[int, torch.Tensor] = {}
+        for (number, _), indices in alike.items():
+            same = self.update_all([matrices[index] for index in indices], self.param_groups[number])
+            updates.update(zip(indices, same, strict=True))
+        return updates
+
+    def _apply_round(self, exchange: Round, returning: PendingExchange) -> None:
+        """Receive this rank's shards of the updates, and change the parameters that have a gradient here."""
+        for index, update in exchange.shard_updates(returning.wait()).items():
+            if exchange.matrices[index].parameter.grad is not None:
+                self._apply(exchange.matrices[index], update)
+
+    def _step_unsharded_matrices(self, matrices: Sequence[ShardedMatrix]) -> None:
+        """Update the matrices that this rank has in full, one at a time: those that have a gradient.
+
+        Of those that another rank has, this one keeps the state of nothing, so that all ranks have the same entries.
+        """
+        for matrix in matrices:
+            gradient = _local_gradient(matrix)
+            if gradient is None:
+                continue
+            shard = self._prepare(matrix, gradient)
+            if not shard.numel():
+                continue
+            full = shard.to(self.comm_dtype or matrix.parameter.dtype)
+            if full.shape != matrix.shape:  # elements in the order of memory
+                full = full.as_strided(matrix.shape, matrix.stride)
+            (update,) = self.update_all([full], self.param_groups[matrix.group])
+            if update.shape != shard.shape:
+                update = matrix.in_memory_order(update).as_strided(shard.shape, shard.stride())
+            self._apply(matrix, update)
+
+    def _prepare(self, matrix: ShardedMatrix, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of the matrix for the owner rank, and store the state that changed."""
+        parameter = matrix.parameter
+        entries = self.state.get(parameter, {})
+        before = {key: local_of(value) if torch.is_tensor(value) else value for key, value in entries.items()}
+        state = dict(before)
+        shard = self.prepare(gradient, state, self.param_groups[matrix.group])
+        for key, value in state.items():
+            if before.get(key) is not value:
+                self.state[parameter][key] = sharded_like(parameter, value) if torch.is_tensor(value) else value
+        return shard
+
+    def _apply(self, matrix: ShardedMatrix, update: torch.Tensor) -> None:
+        local = value_of(matrix.parameter)
+        self.apply(local, update.to(local.device), matrix.shape, self.param_groups[matrix.group])
 
     def plan(self) -> _RoundPlan:
         """Return the assignment of matrices to owner ranks and rounds.
@@ -244,19 +305,6 @@ class MatrixOptimizer(Optimizer):
         if self._plan is None or self._planned_for != current:
             self._plan, self._planned_for = _RoundPlan.of(self), current
         return self._plan
-
-    def traffic(self, rank: int | None = None) -> MatrixTraffic:
-        """Return the bytes that a rank sends in a step.
-
-        Args:
-            rank: Rank in the process groups that matrices are sharded over. None: this rank.
-
-        Returns:
-            Bytes of shards that are sent to owner ranks (``out``), and of shards of updates that are sent back
-            (``back``).
-        """
-        each = [exchange.traffic(exchange.rank if rank is None else rank) for exchange in self.plan().rounds]
-        return MatrixTraffic(sum(t.out for t in each), sum(t.back for t in each))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "comm_dtype": self.comm_dtype, "round_bytes": self.round_bytes}
@@ -295,116 +343,6 @@ class _RoundPlan:
         return cls(tuple(rounds), tuple(unsharded))
 
 
-class _RoundStep:
-    """One round in one step. Its methods are called in order, with those of other rounds in between.
-
-    Args:
-        optimizer: The optimizer.
-        exchange: The round.
-    """
-
-    _optimizer: MatrixOptimizer
-    _round: Round
-    # New state of matrices without a gradient on this rank, stored if any rank has one.
-    _uncommitted_state: dict[int, dict[str, Any]]
-    _message: PendingExchange | None  # in flight
-    _owned: dict[int, torch.Tensor]  # matrices, then updates; from receive to send_back
-
-    def __init__(self, optimizer: MatrixOptimizer, exchange: Round) -> None:
-        self._optimizer, self._round = optimizer, exchange
-        self._uncommitted_state, self._message, self._owned = {}, None, {}
-
-    def send_gradients(self) -> None:
-        """Update states and start sending shards to the owner ranks."""
-        shards = []
-        for index, matrix in enumerate(self._round.matrices):
-            gradient = _local_gradient(matrix)
-            if gradient is None:
-                gradient = torch.zeros_like(value_of(matrix.parameter))
-                state = _local_state(self._optimizer, matrix)
-                state = {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
-                shards.append(self._optimizer.prepare(gradient, state, _group(self._optimizer, matrix)))
-                self._uncommitted_state[index] = state
-            else:
-                shards.append(_prepare(self._optimizer, matrix, gradient))
-        self._message = self._round.send(shards, self._uncommitted_state)
-
-    def receive(self) -> None:
-        """Assemble the matrices that this rank owns."""
-        received = self._wait()
-        self._owned = self._round.full_matrices(received, self._uncommitted_state)
-
-    def compute(self) -> None:
-        """Compute their updates, those of one shape and group together."""
-        alike: dict[tuple[int, torch.Size, torch.dtype], list[int]] = {}
-        for index, full in self._owned.items():
-            alike.setdefault((self._round.matrices[index].group, full.shape, full.dtype), []).append(index)
-        for (number, *_), indices in alike.items():
-            group = self._optimizer.param_groups[number]
-            updates = self._optimizer.update_all([self._owned[index] for index in indices], group)
-            self._owned.update(zip(indices, updates, strict=True))
-
-    def send_back(self) -> None:
-        """Start sending the updates to the ranks that hold shards."""
-        updates, self._owned = self._owned, {}
-        self._message = self._round.send_back(updates)
-
-    def finish(self) -> None:
-        """Receive the updates and change the parameters."""
-        received = self._wait()
-        for index, matrix in enumerate(self._round.matrices):
-            if index in self._uncommitted_state:
-                if not self._round.any_rank_had_gradient(received, index):
-                    continue
-                _store(self._optimizer, matrix, self._uncommitted_state.pop(index))
-            _apply(self._optimizer, matrix, self._round.shard_update(received, index))
-
-    def _wait(self) -> torch.Tensor:
-        message, self._message = self._message, None
-        assert message is not None, "nothing was sent"
-        return message.wait()
-
-
-def _step_unsharded_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
-    """Update the matrices that this rank has in full, one at a time: those that have a gradient.
-
-    Of those that another rank has, this one keeps the state of nothing, so that all ranks have the same entries.
-    """
-    for matrix in matrices:
-        gradient = _local_gradient(matrix)
-        if gradient is None:
-            continue
-        shard = _prepare(optimizer, matrix, gradient)
-        if not shard.numel():
-            continue
-        full = shard.to(optimizer.comm_dtype or matrix.parameter.dtype)
-        if full.shape != matrix.shape:  # elements in the order of memory
-            full = full.as_strided(matrix.shape, matrix.stride)
-        (update,) = optimizer.update_all([full], _group(optimizer, matrix))
-        if update.shape != shard.shape:
-            update = matrix.in_memory_order(update).as_strided(shard.shape, shard.stride())
-        _apply(optimizer, matrix, update)
-
-
-def _group(optimizer: MatrixOptimizer, matrix: ShardedMatrix) -> dict[str, Any]:
-    group: dict[str, Any] = optimizer.param_groups[matrix.group]
-    return group
-
-
-def _prepare(optimizer: MatrixOptimizer, matrix: ShardedMatrix, gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of the matrix for the owner rank, and store the state that changed."""
-    state = _local_state(optimizer, matrix)
-    before = dict(state)
-    shard = optimizer.prepare(gradient, state, _group(optimizer, matrix))
-    _store(optimizer, matrix, {key: value for key, value in state.items() if before.get(key) is not value})
-    return shard
-
-
-def _apply(optimizer: MatrixOptimizer, matrix: ShardedMatrix, update: torch.Tensor) -> None:
-    local = value_of(matrix.parameter)
-    optimizer.apply(local, update.to(local.device), matrix.shape, _group(optimizer, matrix))
-
-
 def _local_gradient(matrix: ShardedMatrix) -> torch.Tensor | None:
     """Return this rank's shard of the gradient, sharded as the parameter."""
     parameter, gradient = matrix.parameter, matrix.parameter.grad
@@ -419,21 +357,6 @@ def _local_gradient(matrix: ShardedMatrix) -> torch.Tensor | None:
     ):
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_of(gradient)
-
-
-def _local_state(optimizer: MatrixOptimizer, matrix: ShardedMatrix) -> dict[str, Any]:
-    """Return the state of a matrix with local tensors."""
-    state = optimizer.state.get(matrix.parameter, {})
-    return {key: local_of(value) if torch.is_tensor(value) else value for key, value in state.items()}
-
-
-def _store(optimizer: MatrixOptimizer, matrix: ShardedMatrix, changed: Mapping[str, Any]) -> None:
-    """Store local state in the optimizer's state, as DTensors if the parameter is one."""
-    parameter = matrix.parameter
-    for key, value in changed.items():
-        if isinstance(parameter, DTensor) and torch.is_tensor(value) and value.shape == value_of(parameter).shape:
-            value = dtensor_like(value, parameter)
-        optimizer.state[parameter][key] = value
 
 
 def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, torch.Tensor]]:
