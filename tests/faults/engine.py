@@ -248,11 +248,4 @@ FAULTS: list[Fault] = [
         "Backward gathers the slice of the first rank of a subgroup from all of them.",
         ("engine/test_ragged.py",),
     ),
-    Fault(
-        "dropin/ragged_placements.py",
-        '    replace(undo, DTensor, "from_local", ',
-        "    repr(",
-        "State that an optimizer makes from a ragged parameter's placements is a plain DTensor.",
-        ("engine/test_ragged.py",),
-    ),
 ]

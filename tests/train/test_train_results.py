@@ -153,6 +153,13 @@ def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: R
     assert 0.2 < received["bytes_received"] / received["bytes_in_full_precision"] < 0.95
 
 
+def test_a_run_is_traced_from_its_third_step(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """`--trace` writes a timeline for Perfetto and a table of exposed communication; of a short run, what there is."""
+    run = train(ranks, 2, text, *SHORT, "--trace", "--out", tmp_path, "--name", "traced")
+    assert "Exposed communication" in (run.folder / "trace" / "table.txt").read_text()
+    assert json.loads((run.folder / "trace" / "trace.json").read_text())["traceEvents"]
+
+
 def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
     """No step is there twice, and the validations at the old end stay. Another text is said, also after a start with it
     that was interrupted.

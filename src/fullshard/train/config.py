@@ -129,6 +129,7 @@ class TrainConfig(GPTConfig):
     activation_checkpointing: bool = option(
         False, TRAINING, "Recompute the activations of blocks in backward: less memory, a third more computation."
     )
+    trace: bool = option(False, OUTPUT, "Write a timeline of five steps and a table of late ranks to the run's trace/.")
     debug: bool = option(
         False, TRAINING, "Stop at the first value that is NaN or infinite, and name its module, rank and step. Slower."
     )

@@ -1,7 +1,4 @@
-"""The training loop: the same code on every rank, one collective decision per step.
-
-It stops a run whose loss, gradients or weights are no longer finite before they reach weights and checkpoints.
-"""
+"""The training loop, which ends a run on all ranks before a number that is not finite reaches a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,12 +50,9 @@ def build_model(config: TrainConfig, group: Group) -> FSDPModule:
 
 
 def load_position(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load a checkpoint into a sharded model and its optimizer. All ranks call it and get the same result or error.
+    """Load a checkpoint into a sharded model and its optimizer, and return its position. A collective.
 
     Options of the optimizer's groups stay those of the settings.
-
-    Returns:
-        The position that was saved: `step`, and what else `save` was given as `position`.
 
     Raises:
         ConfigError: the checkpoint is damaged, does not fit, or is not one of `fullshard train`.
@@ -107,13 +101,16 @@ class Run:
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint cannot be written.
-            NonFiniteError: on all ranks, if a loss, gradient or weight is NaN or infinite; no checkpoint is being
-                written any more then.
+            NonFiniteError: on all ranks, if a loss, gradient or weight is NaN or infinite.
         """
-        config = self.config
+        config, begun, tracing = self.config, self.step, contextlib.ExitStack()
         try:
             while self.step < config.steps and not self.stop_code:
+                if config.trace and self.step == begun + 2:  # the first two allocate memory and plan
+                    tracing.enter_context(fullshard.trace(self.folder / "trace"))
                 self._train_step(self.step + 1)
+                if self.step == begun + 7:
+                    tracing.close()
                 if self.step == config.steps or self.step % config.eval_every == 0:
                     self.evaluate("validation", config.eval_bytes // INTERMEDIATE_SHARE)
                 if self._saving and self._saving.done() and not self._saving.exception():
@@ -131,6 +128,7 @@ class Run:
             advice = f"The checkpoint {kept[-1].name} is kept: resume" if kept else "Start again under another --name"
             cause = re.sub(r"^step \d+, ", "", str(error).partition(". Skip this step")[0])  # counted from the resume
             raise NonFiniteError(f"after step {self.step}: {cause}. {advice} with a lower --lr", error.names) from error
+        tracing.close()  # of a run of fewer steps
         self.finish_save()
 
     def begin_save(self) -> None:

@@ -78,10 +78,9 @@ def _run(group: Group, folder: Path, config_file: Path | None, given: Mapping[st
     final = None
     if not training.stop_code:
         final = bits(training.evaluate("final_validation", config.eval_bytes))
-    elif config.checkpoint_every:
-        log.say(f"stopped after step {training.step} of {config.steps}; --name {folder.name} resumes it")
     else:
-        log.say(f"stopped after step {training.step} of {config.steps}; no checkpoint was saved (--checkpoint-every 0)")
+        resume = f"--name {folder.name} resumes it" if config.checkpoint_every else "--checkpoint-every 0 saves none"
+        log.say(f"stopped after step {training.step} of {config.steps}; {resume}")
     size = json.dumps(dataclasses.asdict(config.model))
     export_safetensors(model, folder, max_shard_bytes=sys.maxsize, metadata={METADATA_KEY: size}, sync=True)
     local, unsharded = training.state_bytes or count_state(model, optimizer)
