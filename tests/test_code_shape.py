@@ -24,6 +24,8 @@ import pytest
 
 from source_files import PACKAGE, Source, package_sources
 
+QUESTIONS = re.compile(r"(What|How|Where|Which|Who|When|Whether)\b")
+NOUNS = re.compile(QUESTIONS.pattern + r"|(The|A|An|Its|Their|Of|As)\b")
 MAX_FUNCTION_LINES = 60
 MAX_METHODS = 40
 # Statements of each folder and file of the package, docstrings included. Statements, because lines flatter dense code.
@@ -60,7 +62,7 @@ DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ (
 class Definition:
     """A function or class with its qualified name."""
 
-    node: Function | ast.ClassDef
+    node: Function | ast.ClassDef | ast.Module
     name: str
 
 
@@ -117,6 +119,17 @@ def check_devices(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{number}: names CUDA; other accelerators have to work as well"
 
 
+def check_docstrings(source: Source) -> Iterator[str]:
+    """Docstrings that begin with a question word, and those of functions that begin with an article and no verb."""
+    for each in (Definition(source.tree, "the file"), *definitions(source.tree)):
+        text = ast.get_docstring(each.node) or ""
+        decorators = [] if isinstance(each.node, ast.Module) else map(ast.unparse, each.node.decorator_list)
+        says_what_it_does = isinstance(each.node, Function) and not any("property" in name for name in decorators)
+        first = NOUNS if says_what_it_does and not each.name.endswith("__") else QUESTIONS
+        if first.match(text):
+            yield f"{source.path}: {each.name}: not a sentence to be read alone: {text.splitlines()[0]}"
+
+
 def _at(source: Source, each: Definition) -> str:
     return f"{source.path}:{each.node.lineno}: {each.name}:"
 
@@ -143,6 +156,7 @@ def check_notes(sources: list[Source]) -> Iterator[str]:
 
 
 CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
+    "docstrings": check_docstrings,
     "file name": check_file_name,
     "function length": check_function_length,
     "devices": check_devices,
@@ -261,6 +275,9 @@ EXAMPLES = [
     ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),
     ("devices", "a.py:1: names CUDA", "torch.cuda.synchronize()", "torch.accelerator.synchronize()"),
     ("devices", "a.py:1: names CUDA", "# as in CUDA", "# as on accelerators"),
+    ("docstrings", "the file: not a sentence", '"""How it is done."""', '"""A file."""'),
+    ("docstrings", "A: not a sentence", 'class A:\n    """Where it lies."""', 'class A:\n    """The place."""'),
+    ("docstrings", "f: not a sentence", 'def f():\n    """The place."""', 'def f():\n    """Return it."""'),
 ]
 
 

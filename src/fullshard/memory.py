@@ -155,7 +155,7 @@ class Buffer:
 
     @property
     def references(self) -> int:
-        """How many tensors, and storage objects, refer to the memory."""
+        """Number of tensors, and storage objects, that refer to the memory."""
         return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def tensor(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -558,7 +558,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """When the current streams of an accelerator get to marks, which the host need not wait for.
+    """The times at which the current streams of an accelerator reach marks, without waits of the host.
 
     It waits for the device as it is made, and in ``seconds``.
     """

@@ -272,7 +272,7 @@ class ShardPlacementResult(NamedTuple):
 
 @dataclass(frozen=True)
 class CommQuantization:
-    """How large floating-point parameters and gradients are sent over one mesh axis in fewer bytes, for slow networks.
+    """Quantization of large floating-point parameters and gradients over one mesh axis, for slow networks.
 
     Pass it to ``set_comm_quantization``. Values are sent in blocks of ``block`` values with one fp32 scale each: ``1 +
     4 / block`` bytes per value. Integers, fp64 and parameters smaller than ``min_bytes`` are sent in full precision.
@@ -353,7 +353,7 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When to prefetch the next unit in backward, for ``FullyShardedDataParallel``; None instead disables prefetching.
+    """Time at which the next unit is prefetched in backward of ``FullyShardedDataParallel``; None disables prefetching.
 
     Attributes:
         BACKWARD_PRE: Before the backward of the current unit, which overlaps with it; two units are unsharded at a

@@ -37,7 +37,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class GradScaling(NamedTuple):
-    """How a sum of gradients is scaled: each rank's input is divided by ``before``, the sum by ``after``.
+    """Scaling of a sum of gradients: each rank's input is divided by ``before``, the sum by ``after``.
 
     Attributes:
         before: Divisor of every rank's input; 1.0 leaves the inputs unchanged.

@@ -50,7 +50,7 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, eq=False)  # operations that multiply by different factors compare equal in torch
 class Reduction:
-    """How a ``GradScaling`` is carried out.
+    """A reduction of the back end, and the factors around it, that carry out a ``GradScaling``.
 
     Args:
         op: The operation of the backend.

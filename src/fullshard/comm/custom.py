@@ -278,7 +278,7 @@ class HookedTransport(WrappingTransport):
     ) -> Sequence[Work]:
         """Send the other operands first, in one launch, so that they are on their way while the hooks run.
 
-        Should a hook raise on this rank only, the others got all that they wait for from the launch.
+        Should a hook raise on this rank only, the other ranks still receive their messages.
         """
         others = [CommRequest(unit, operands[1:], scaling) for unit, operands, scaling in requests if len(operands) > 1]
         calls: list[Callable[[], Sequence[Work]]] = [partial(launch, others)] if others else []

@@ -211,8 +211,8 @@ class GlooTransport(Transport):
     def _relayed(self, arrivals: Sequence[_Arrival], relay: Callable[[], None], relay_of: str) -> Work:
         """Return a work that is done when ``relay``, which passes on what arrives, has been called.
 
-        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits. What
-        follows launches has another thread than what follows waits, whose order may be another one.
+        By a thread, if there is anybody to pass it on to: other ranks must not have to wait until this one waits.
+        Relays that follow launches and relays that follow waits use separate threads, because their orders differ.
         """
         work = HostWork(arrivals, relay)
         if not self._routes.neighbors:
@@ -250,7 +250,7 @@ class GlooTransport(Transport):
         return self._record.routes
 
     def _hosts(self) -> list[list[int]]:
-        """The ranks of each host."""
+        """Return the ranks of each host."""
         if self.world_size < 3:  # each has nobody to pass anything on to
             return [[rank] for rank in range(self.world_size)]
         own = torch.tensor(list(this_host()), dtype=torch.uint8, device="cpu")
@@ -301,7 +301,7 @@ class _Exchange:
         self._group, self._tag, self._small, self._sends = group, tag, small, []
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The messages that carry ``tensors``."""
+        """Return the messages that carry ``tensors``."""
         messages = self._messages(tensors)
         for message in messages:
             for tensor, place in message.copies:
@@ -318,7 +318,7 @@ class _Exchange:
         return [_Arrival(self._group.recv([each.memory], peer, self._tag), each) for each in messages]
 
     def sent(self) -> HostWork:
-        """Return a work that waits for all that is sent until it is waited for."""
+        """Return a work that waits for all sends issued before its wait."""
         return HostWork((), lambda: wait_for_all(self._sends))
 
     def _messages(self, tensors: Sequence[torch.Tensor]) -> list[_Message]:
@@ -347,7 +347,7 @@ def _part(operand: Operand, rank: int) -> torch.Tensor:
 
 
 def _scaled_before(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradScaling]]:
-    """All operands of a launch, scaled as they are before the sum, with how the sum is scaled."""
+    """Scale all operands of a launch by what comes before the sum; return them with the scaling of the sum."""
     operands = [(operand, request.scaling) for request in requests for operand in request.operands]
     for operand, scaling in operands:
         if scaling.before != 1:

@@ -1,4 +1,4 @@
-"""Which shards of a launch NCCL should send as operands of their own, and which packed: a model of their costs.
+"""A model of costs that chooses which shards of a launch NCCL sends alone, and which packed.
 
 An operand of its own needs no copy, but each operation in a group call costs host time, and a ring passes through all
 ranks for each. A packed shard is copied once more on the device, all of them by one kernel. Among few ranks the copies

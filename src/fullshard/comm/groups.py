@@ -1,7 +1,7 @@
 """State kept per process group: groups made from it, and a count of its exchanges.
 
-Kept here and not on meshes or transports: those may be collected on one rank earlier than on another, and a group, or a
-count, that only some ranks start anew does not match the others'.
+Kept here and not on meshes or transports: those may be collected on one rank earlier than on another, and
+ranks that start a count or a group anew would no longer match the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which ranks of a process group share a host: a message between them does not take the time of a network.
+"""Ranks of a process group that share a host, between which messages do not use the network.
 
 [Note: Messages between hosts]
 A link between hosts is shared by the ranks of a host and is slow, so each byte crosses it once per host and not once
@@ -119,7 +119,7 @@ class RelayThread:
 
 @atexit.register
 def _end_threads() -> None:
-    """The end of a process inside of a wait in C++ would abort it."""
+    """End relay threads at exit: one that still waits in C++ would abort the process."""
     deadline = time.monotonic() + _EXIT_S
     for thread in [each.end() for each in list(_threads)]:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What ``state_dict`` and ``load_state_dict`` see of modules whose parameters are unsharded: the sharded ones."""
+"""``state_dict`` and ``load_state_dict`` of modules, which see sharded parameters also while they are unsharded."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Prefetcher:
     passed_by: list[_UnitRef]  # forwards that were skipped: the backward of an earlier one began first
     _root: _UnitRef
     _units: list[_UnitRef]
-    _prefetched: dict[int, _UnitRef]  # by id; not used yet
+    _prefetched: dict[int, _UnitRef]  # by id; all-gathers issued, units not run yet
 
     def __init__(self, units: list[Unit]) -> None:
         self._root, self._units = units[0].ref, [unit.ref for unit in units]

@@ -13,8 +13,8 @@ gradients to sharded ``.grad``.
 Some programs run backward, and the optimizer, inside of a module's own forward (Lightning's manual optimization does).
 Units whose forward is open then have no output yet whose gradient could begin their backward. A nested unit tells: if
 the pass comes to it and will accumulate into its parameters (gradients of inputs do not), all units whose forward is
-open are reduced at the pass's end, whatever gradients this rank has in them. (It has to be the same on all ranks
-whether a unit that is run takes part with any of its parameters, as it has to be which units take part.) After the step
+open are reduced at the pass's end, whatever gradients this rank has in them. (All ranks must agree on which units take
+part.) After the step
 they are unsharded anew, for the rest of their forward. Where no nested unit takes part, post-accumulate hooks tell the
 unit.
 
@@ -83,14 +83,14 @@ class Runtime:
     comm_streams: CommStreams
     prefetcher: Prefetcher
     is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
-    finalization: object | None  # that was begun, and is to be waited for
+    finalization: object | None  # handle of an asynchronous finalize_backward that was not waited for yet
     steps: StepCount
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
     backward: hooks.BackwardPass | None  # that has begun and not ended
-    reached: bool  # it has come to a module whose forward has ended, and not only to what was computed after that
-    _last_in_backward: weakref.ref[Unit] | None  # which computes
+    reached: bool  # backward has entered a module, and not only code after the forward
+    _last_in_backward: weakref.ref[Unit] | None  # whose backward computes now
     _of_several_modules: list[weakref.ref[Unit]]
     _read: list[Unit]  # those of them whose parameters other modules of the outermost forward may have read
     reductions: ReductionQueue
@@ -444,7 +444,7 @@ class Runtime:
             unit.enter_phase(Phase.DOUBLE_BACKWARD)
 
     def gradient_accumulated(self, unit: Unit) -> None:
-        """Have a gradient reduced that autograd has accumulated although no gradient of an output has come."""
+        """Note a gradient of a unit whose outputs got none, to be reduced at the end of the pass."""
         self._begin_pass()
         if unit.phase.is_backward:
             return
@@ -475,7 +475,7 @@ class Runtime:
         self._prefetch(self.prefetcher.next_in_backward(unit))
 
     def finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
-        """End the pass for one unit. ``ran``: it may have come to its parameters without the unit being told."""
+        """End the pass for one unit. ``ran``: its parameters may have gradients although none of its hooks ran."""
         settings = unit.settings
         has_gradients = ran or unit.gradients.state is GradientState.UNREDUCED
         if unit.phase.is_backward:

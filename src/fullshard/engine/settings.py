@@ -131,7 +131,7 @@ class CommStreams(NamedTuple):
 
 @dataclass(slots=True)
 class ReductionSettings:
-    """How the gradients of a unit are reduced."""
+    """The user's settings for reducing the gradients of a unit."""
 
     divide_factor: float | None = None  # None: the number of ranks, so that gradients are means
     force_sum: bool = False

@@ -1,6 +1,6 @@
 """States of a unit: what computes with it, where its parameters are, and what its gradients wait for.
 
-Each has one table of legal moves; ``Unit`` makes no other.
+Phases and states of parameters have a table of legal moves each, and ``Unit`` makes no other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Phase(enum.Enum):
 
 
 class ParameterState(enum.Enum):
-    """Where the parameters of a unit are."""
+    """State of the parameters of a unit in memory."""
 
     SHARDED = "sharded"
     UNSHARDED = "unsharded"  # or their all-gather is in flight
-    KEPT = "kept for backward"  # unsharded since a forward, and not in use; the next one all-gathers anew
+    KEPT = "kept for backward"  # still unsharded after a forward; the next forward all-gathers again
     OUT_OF_DATE = "out of date"  # unsharded, and an optimizer has stepped the shards since
     SUMMONED = "summoned"  # sharded, and the modules hold copies of the unsharded ones
 

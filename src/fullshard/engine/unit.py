@@ -247,7 +247,7 @@ class Unit:
         self.registration.use_sharded()
 
     def refresh(self) -> None:
-        """Write replaced parameters back, and find methods of [Note: Extensions] put on local tensors since."""
+        """Write replaced parameters back, and rebuild buckets whose dtype or all-gather hooks have changed."""
         reduced_by = [parameter.reduced_by for parameter in self.parameters]
         changed = reduced_by != self.policy.gradient_dtypes(self.parameters)  # their grad_dtype was set since
         if changed or any(bucket.needs_rebuild() for bucket in self.buckets):
@@ -301,7 +301,7 @@ class Unit:
             self.registration.use_sharded()
 
     def show_unsharded(self, *, before_forward: bool) -> None:
-        """Leave the unsharded parameters to users after a forward: what they write to them counts.
+        """Leave the unsharded parameters to users after a forward: their writes reach the shards.
 
         Args:
             before_forward: Another forward may come next. Writes through ``.data`` count until then, which no version

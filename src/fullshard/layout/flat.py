@@ -39,7 +39,7 @@ class FlatShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatSlot:
-    """Where one parameter lies. Offsets and sizes are in elements."""
+    """The place of one parameter. Offsets and sizes are in elements."""
 
     parameter: ParameterShape
     unsharded_offset: int
@@ -56,7 +56,7 @@ class FlatSlot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
+    """The places of the parameters of one bucket. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[FlatSlot, ...]  # in the order of the parameters given, which need not be that in memory
     world_size: int
@@ -116,7 +116,7 @@ class FlatLayout:
 
     @property
     def in_place(self) -> list[tuple[int, int, int]]:
-        """What is gathered straight into the unsharded buffer: the slice."""
+        """The slice, which is all-gathered straight into the unsharded buffer."""
         return [(0, self.slice_numel, 0)] if self.slice_numel else []
 
 

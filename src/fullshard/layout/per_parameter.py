@@ -54,7 +54,7 @@ MESSAGE_ALIGNMENT_BYTES = 16
 
 
 class Route(enum.Enum):
-    """How a parameter is sent in a collective."""
+    """The way of a parameter into a collective."""
 
     DIRECT = "direct"  # its shard is the input, and the unsharded parameter the output, of an operand of its own
     PACKED = "packed"  # it shares one message per bucket with other small or oddly laid out parameters
@@ -116,7 +116,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies. Offsets and sizes are in elements and equal on every rank."""
+    """The place of one parameter. Offsets and sizes are in elements and equal on every rank."""
 
     parameter: ParameterShape
     route: Route
@@ -212,7 +212,7 @@ def is_row_major(parameter: ParameterShape) -> bool:
 
 @dataclass(frozen=True)
 class PerParameterLayout:
-    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
+    """The places of the parameters of one bucket. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[Slot, ...]  # in the order of the parameters given
     world_size: int

@@ -231,7 +231,7 @@ def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _elementwise(entries: Any, parameter: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
-    """Return the entries of the state of a parameter that have one element for each of the parameter's, and any."""
+    """Return the entries of the state of a parameter that are not empty and have the parameter's shape."""
     shape = value_of(parameter).shape
     return [
         (name, entry)

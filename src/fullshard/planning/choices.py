@@ -19,7 +19,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Choices:
-    """How a model is sharded, and its step computed.
+    """Choices for sharding a model and computing its step.
 
     Attributes:
         replicas: Ranks of the replicate axis (HSDP); 1: sharded over all ranks.

@@ -28,7 +28,7 @@ def plan_wrappers(
     """Plan the wrappers that a policy selects below ``module``, and their options. Nothing is changed yet.
 
     ``arguments`` are the constructor arguments of the root, of which a policy may choose others for some modules, and
-    ``root_options`` the same after checks.
+    ``root_options`` the same, validated.
 
     Raises:
         TypeError, ValueError: If the policy or the arguments that it chose are invalid.

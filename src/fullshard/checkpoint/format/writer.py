@@ -172,7 +172,7 @@ def _commit(folder: Folder, index: Index, begun: list[str]) -> None:
 
 
 def _files_of_saves(folder: Folder) -> list[str]:
-    """Return the names of all files in the folder that only a save makes, but for the index."""
+    """Return the names of data files and temporary files of saves in the folder, without the index."""
     return [name for name in folder.names() if DATA_FILE.fullmatch(name) or _TEMPORARY.fullmatch(name)]
 
 

@@ -326,7 +326,7 @@ def _add_value(entries: dict[str, TensorShards | bytes], key: str, value: Any) -
 def _waiter(sources: list[torch.Tensor], accelerator: torch.device) -> Callable[[], None]:
     """Return a function that waits for the copies of ``sources``, and keeps those alive until then.
 
-    One that belongs to another stream, freed before, would be handed out again while the copy still reads it.
+    Memory of another stream that is freed earlier could be used again during the copy.
     """
     copied = stream_waiter(accelerator)
 

@@ -1,4 +1,4 @@
 """Inspect checkpoints offline, without the model and without ranks.
 
-- ``offline.py``   list, read, verify and compare; ``commands.py``: the commands ``inspect`` and ``export``
+- ``offline.py``   list, read and verify; ``commands.py``: the commands ``inspect`` and ``export``
 """

@@ -290,7 +290,7 @@ class _MessageLayout:
         return _aligned(self.rows * self.format.row_bytes + self._behind, _ALIGNMENT)
 
     def _received_in_all(self) -> int:
-        """Bytes that this rank receives for all that was taken."""
+        """Bytes that this rank receives for all operands that were added with ``take``."""
         once = self.share * self.format.row_bytes * 2 if self.kind == "all_reduce" else self.nbytes
         return once * (self._world_size - 1)
 

@@ -131,12 +131,12 @@ class Bucket:
         """Make copies of the unsharded parameters in the shards' own dtype, to be read or edited.
 
         Args:
-            gradients: Their gradients instead, zeros where there are none.
+            gradients: Copy the gradients and not the values; zeros where there are none.
         """
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Have the parameters hold values that every layout can start from, before they are laid out with others.
+        """Make the shards independent of the layout of this bucket, so that another bucket can take them.
 
         A collective, unless the shards are that.
         """

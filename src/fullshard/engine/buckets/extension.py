@@ -118,7 +118,7 @@ class ExtensionBucket(Bucket):
             each.mesh, each.transport = mesh, mesh.transport
 
     def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Raise FullshardError: only the subclass knows what an unsharded value is beside the one computed with."""
+        """Raise FullshardError: only the subclass can make a second unsharded value."""
         raise FullshardError(
             f"{self.parameters[0].describe()} is a tensor subclass with its own all-gather hooks ({PRE_ALL_GATHER}): "
             "there is no copy of its unsharded value besides the one that the module computes with; read that inside "

@@ -1,4 +1,4 @@
-"""What each rank holds of a parameter: the one description that checkpoints, state dicts and optimizers read."""
+"""The part of a parameter that a rank holds, as checkpoints, state dicts and optimizers read it."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ class HeldParts:
         return full_tensor(sharded_like(self.sharded, value)).clone()
 
     def reshard(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is sharded as ``optimized`` as ``fully_shard`` would shard it. A collective if it is
-        sharded in another way.
-        """
+        """Convert a tensor from the sharding of ``optimized`` to that of ``fully_shard``. May be a collective."""
         return sharded_like(self.sharded, value)
 
     def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:

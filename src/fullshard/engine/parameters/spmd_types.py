@@ -50,7 +50,7 @@ def unchecked(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
 
 
 def copy_types(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Annotate ``copy``, which has the values of ``source``, as that is."""
+    """Copy the annotation of ``source`` to ``copy``, which has the same values."""
     package = sys.modules["spmd_types"]
     if package.has_local_type(source):
         package.assert_type_like(copy, source)
@@ -60,7 +60,7 @@ class SpmdTypes:
     """The annotation of one parameter.
 
     Args:
-        parameter: It.
+        parameter: The annotated parameter.
         whole: The mesh passed to ``fully_shard``, with all axes, and those of it that are data-parallel.
 
     Raises:

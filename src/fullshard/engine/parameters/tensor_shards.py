@@ -94,9 +94,7 @@ class TensorShards:
 
     @classmethod
     def placed(cls, shape: torch.Size, local: torch.Tensor, region: Region | None) -> TensorShards:
-        """Return the shards of a tensor of that shape of which this rank holds one region (None: nothing) in
-        ``local``.
-        """
+        """Describe a tensor of that shape whose one region on this rank is ``local`` (region None: nothing)."""
         # A tensor without elements still has to appear in a checkpoint: every rank holds all of it.
         local = _plain(local)
         held = region is not None and (region.numel or not math.prod(shape))

@@ -23,7 +23,7 @@ __all__ = ["GradReduction", "PartialReduceOutput", "ReductionTerms", "issue_all_
 
 
 class ReductionTerms(NamedTuple):
-    """How a bucket's gradients are reduced, as the user has set it. Equal on all ranks."""
+    """The user's settings for reducing the gradients of a bucket. Equal on all ranks."""
 
     scatter: GradScaling  # of sums over the shard axis
     replicas: GradScaling  # of sums over the replicate axis
@@ -214,7 +214,7 @@ class GradReduction:
 
 
 class PartialReduceOutput:
-    """The gradients of a bucket that wait for their all-reduce over replicas: the only place that knows of them.
+    """The gradients of a bucket that wait for their all-reduce over replicas.
 
     Microbatches with ``set_requires_all_reduce(False)`` leave them. They are added up by plan until a reduction by the
     same plan does all-reduce.
@@ -236,7 +236,7 @@ class PartialReduceOutput:
         return plan in self._needed
 
     def begin(self, plan: ReductionPlan, *, all_reduce: bool) -> None:
-        """Note that a reduction begins: gradients of its plan will wait for an all-reduce, or it takes them along."""
+        """Record whether gradients of this plan still need an all-reduce once a reduction that begins has ended."""
         if plan.all_reduces and not all_reduce:
             self._needed.add(plan)
         else:

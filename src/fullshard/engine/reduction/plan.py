@@ -1,4 +1,4 @@
-"""How the gradients of some parameters are reduced: computed once, never changed, used every step.
+"""Plans for reducing the gradients of some parameters: computed once, never changed, used every step.
 
 [Note: Gradients that are missing on some ranks]
 Which collectives run must not depend on whether this rank's gradient is None. So all trainable parameters of a
@@ -36,7 +36,7 @@ MAX_ZEROS_KEPT = 64  # bytes: padding between shards is shorter than their align
 
 
 class _Pieces(NamedTuple):
-    """How the first tensor of shards is cut into the shards of operands."""
+    """The cuts of the first tensor of shards into the shards of operands."""
 
     sizes: list[int]  # of all pieces, in order, also of those that nothing is reduced into
     direct: list[tuple[int, int, tuple[Slice, ...]]]  # index of a gradient, index of its piece, slices of its operand
@@ -45,7 +45,7 @@ class _Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How gradients and presence numbers fill the message of a reduction.
+    """The places of gradients and presence numbers in the message of a reduction.
 
     Without a shard axis there is no message, and they fill the first tensor of shards.
     """
@@ -96,7 +96,7 @@ class Packing:
         torch._chunk_cat(parts, 0, self.ranks, out=memory.view(self.ranks, -1))
 
     def _padding(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return zeros for every rank, which are kept unless they are as many as a large missing gradient has."""
+        """Return zeros for every rank; they are cached unless they are many."""
         found = self._zeros.get((numel, dtype))
         if found is None:
             found = torch.zeros((self.ranks, numel), dtype=dtype, device=device)
@@ -107,7 +107,7 @@ class Packing:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReductionPlan:
-    """How the gradients of one set of parameters of a bucket are reduced.
+    """The plan for reducing the gradients of one set of parameters of a bucket.
 
     The result is some flat *tensors of shards*: one with this rank's shards of all gradients. Without a shard axis
     gradients are reduced in place: then it is one with all packed gradients, and each direct gradient itself.
@@ -161,7 +161,7 @@ class ReductionPlan:
 
     @property
     def presence_offset(self) -> int:
-        """Where in the first tensor of shards the presence numbers begin."""
+        """Offset of the presence numbers in the first tensor of shards."""
         return self.shards_numel if self.presence is None else self.presence.offset
 
     # ---------------------------------------------------------------- gradients as they are sent
@@ -202,7 +202,7 @@ class ReductionPlan:
         return copy
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
-        """Return the presence numbers, in a row for each rank: kept, because making some copies them to the device."""
+        """Return the presence numbers, a row for each rank; cached, since making them costs a copy to the device."""
         present, kept = tuple(gradient is not None for gradient in gradients), self._presence_numbers
         if present not in kept:
             if len(kept) >= MAX_PRESENCES_KEPT:

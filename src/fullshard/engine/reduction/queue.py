@@ -37,7 +37,7 @@ class ReductionQueue:
         return bool(self._reduce_scatters or self._last or self._read_by_host)
 
     def make_room(self, comm_streams: CommStreams) -> None:
-        """Take earlier ones so far that one more may be in flight."""
+        """Finish the oldest reductions until one more may be in flight."""
         while self._reduce_scatters and len(self._reduce_scatters) >= self.max_in_flight:
             self._advance(comm_streams)
 
@@ -65,9 +65,7 @@ class ReductionQueue:
         self.accumulate_read_by_host()
 
     def accumulate_read_by_host(self) -> None:
-        """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``, and
-        for presence numbers.
-        """
+        """Wait on the host for offloaded gradients and presence numbers, and accumulate the gradients."""
         read, self._read_by_host = self._read_by_host, []
         for reduction in read:
             reduction.accumulate()

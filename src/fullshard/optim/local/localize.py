@@ -219,7 +219,7 @@ def _add_hook() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Have the hooks of an optimizer that steps local tensors run last and first. See [Note: Local steps]."""
+    """Make our pre-hook of an optimizer the last and our post-hook the first. See [Note: Local steps]."""
     step = None if torch.compiler.is_compiling() else usable_step(optimizer)
     if step is None or step.vouched:
         return
@@ -234,7 +234,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Done(list[Any]):
-    """The arguments with which torch runs a ``step`` whose work has been done; after it, they are the user's.
+    """Arguments for torch's step without work, which hold the user's arguments to restore them afterwards.
 
     Args:
         idle: What it runs on.

@@ -51,7 +51,7 @@ class DividedStep(Protocol):
     """Divides a step into parts, around each of which it moves state."""
 
     def divide(self, tensors: Iterable[torch.Tensor], state: State) -> Iterable[set[int]]:
-        """Yield the ids of all local tensors, each once, while ``state`` of theirs is where they are.
+        """Yield the ids of each part of the local tensors while its state is on the device; each id is yielded once.
 
         Args:
             tensors: The local tensors.
@@ -60,7 +60,7 @@ class DividedStep(Protocol):
 
 
 class LocalStep:
-    """How an optimizer steps local tensors. It keeps none of them, see [Note: Local tensors].
+    """The step of an optimizer on local tensors. It keeps none of them, see [Note: Local tensors].
 
     Args:
         vouched: True if the user says that the optimizer is elementwise.

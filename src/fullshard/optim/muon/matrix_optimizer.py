@@ -256,7 +256,7 @@ class MatrixOptimizer(Optimizer):
     def _step_unsharded_matrices(self, matrices: Sequence[ShardedMatrix]) -> None:
         """Update the matrices that this rank has in full, one at a time: those that have a gradient.
 
-        Of those that another rank has, this one keeps the state of nothing, so that all ranks have the same entries.
+        For matrices of other ranks it keeps empty entries, so that all ranks have the same ones.
         """
         for matrix in matrices:
             gradient = _local_gradient(matrix)

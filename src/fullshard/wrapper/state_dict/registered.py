@@ -154,7 +154,7 @@ def load_into_slices(unit: Unit, state: dict[str, Any], prefix: str) -> EndLoad:
 
 
 def _fill(copy: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copy ``value`` into the unsharded parameter if ``copy_`` does not suffice; return True if it was copied."""
+    """Copy a DTensor, for which plain ``copy_`` is wrong, into the unsharded parameter; False: the caller copies."""
     if isinstance(copy, DTensor):  # sharded by tensor parallelism
         if isinstance(value, DTensor) and value.device_mesh == copy.device_mesh:
             return False

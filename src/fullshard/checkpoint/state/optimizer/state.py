@@ -234,8 +234,8 @@ class StateShapes:
         return path in self._following or path[-1] != STEP or math.prod(shape) > 1
 
     def is_wrong(self, path: Path, shape: torch.Size, parameter: torch.Size) -> bool:
-        """Return True if a replicated entry should be sharded: others of its name are, and it is no reduction over dims
-        either.
+        """Return True if a replicated entry should be sharded: others of its name are, and its shape is not that of the
+        parameter with some dims reduced to 1.
         """
         alike = len(shape) == len(parameter) and all(
             own in (1, size) for own, size in zip(shape, parameter, strict=True)
