@@ -230,7 +230,7 @@ class _Locator:
         """Yield the local shards of ``tensor``, which is sharded as ``owner``: its gradient, a state of it, or itself.
 
         Args:
-            index: Number of the tensor.
+            number: Number of the tensor.
             owner: A parameter of a sharded model, or any tensor.
             tensor: A tensor of its shape (of the local shape if plain); None: missing on this rank.
 

@@ -106,7 +106,7 @@ class _Part:
     tensors: list[torch.Tensor]
     host: dict[tuple[int, Any], torch.Tensor]  # state in host memory, by the identity of the entries and the name
     work: PendingWork | None  # that copies it to the device, and later back
-    leaving: list[torch.Tensor]  # what is being copied back
+    leaving: list[torch.Tensor]  # kept alive while a side stream copies them back
 
     def __init__(self) -> None:
         self.tensors, self.host, self.work, self.leaving = [], {}, None, []

@@ -53,9 +53,10 @@ class PickledDict(dict[Any, Any]):
     __setstate__ = Pickled.__setstate__
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set an item. A key of nested tuples is refused: the hash of very deep ones would crash the process."""
-        if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
-            raise UnpicklingError("a key of nested tuples")
+        """Set an item. Keys of deeply nested tuples are refused: their hash would crash the process."""
+        inner = [part for part in key if isinstance(part, tuple)] if isinstance(key, tuple) else []
+        if any(isinstance(part, tuple) for each in inner for part in each):
+            raise UnpicklingError("a key of tuples that are nested more than twice")
         super().__setitem__(key, value)
 
 

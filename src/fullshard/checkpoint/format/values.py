@@ -86,7 +86,7 @@ def from_bytes(key: str, data: bytes) -> Any:
     except Exception as error:  # a damaged or hostile pickle may raise anything
         raise CheckpointError(
             f"{key}: the checkpoint's value cannot be read ({first_line(error)}); no code in it was run. It was not "
-            "written by fullshard, or has been changed since: use another checkpoint"
+            "written by this version of fullshard, or has been changed since: use another checkpoint"
         ) from error
 
 
