@@ -84,7 +84,7 @@ def test_wrong_input(tmp_path: Path) -> None:
     out = str(tmp_path / "x.safetensors")
     (tmp_path / "empty").mkdir()
     for arguments, message in [
-        (("inspect", str(tmp_path / "nosuch")), "does not exist: expected a checkpoint, or a folder with files"),
+        (("inspect", str(tmp_path / "nosuch")), "has no checkpoint: it is empty or missing"),
         (("inspect", str(tmp_path / "empty")), "has no checkpoint"),
         (("export", str(tmp_path / "nosuch"), out), "has no checkpoint"),
         (("export", path, out, "--dtype", "int8"), "--dtype: expected a floating-point"),

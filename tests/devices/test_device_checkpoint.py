@@ -32,11 +32,13 @@ def test_any_layout_in_pieces_of_a_block(rank: Rank, tmp_path: Path) -> None:
 
 
 @on_device(2)
-def test_who_receives_nothing_allocates_nothing(rank: Rank) -> None:
-    """With ``rank0_only`` whole states of the optimizer are in device memory of the first rank alone."""
+def test_whole_states_are_on_a_device_one_at_a_time(rank: Rank) -> None:
+    """With ``rank0_only`` every rank gathers one state of the optimizer after another, and the first keeps them."""
     width = 1024
     model = FullyShardedDataParallel(
-        nn.Linear(width, width, bias=False).to(rank.device), device_mesh=rank.mesh, use_orig_params=True
+        nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)]).to(rank.device),
+        device_mesh=rank.mesh,
+        use_orig_params=True,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2, width)).sum().backward()
@@ -45,4 +47,4 @@ def test_who_receives_nothing_allocates_nothing(rank: Rank) -> None:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         peak, _ = peak_above(rank.device, lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer))
     whole = 4 * width * width
-    assert (peak > whole / 2) == (rank.rank == 0), peak  # a little that was there before may be freed meanwhile
+    assert whole / 2 < peak < 2.5 * whole, peak  # of four; a back end lets go of a message a little later

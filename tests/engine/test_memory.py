@@ -13,7 +13,7 @@ from front_ends import COMPOSABLE, build
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
-from models import Mlp, square_loss, tiny_units
+from models import Mlp, held_bytes, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 LAYERS, WIDTH = 6, 32
@@ -23,7 +23,7 @@ LOSS = square_loss(0, 4, WIDTH)
 
 def full_bytes(*modules: nn.Module) -> int:
     """Bytes in full buffers (and messages in flight) of the units of these modules alone."""
-    return sum(bucket.allocated_bytes for module in modules for bucket in unit_of(module).buckets)
+    return sum(held_bytes(bucket) for module in modules for bucket in unit_of(module).buckets)
 
 
 def sharded(rank: Rank) -> Mlp:

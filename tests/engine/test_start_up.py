@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -120,37 +119,6 @@ def test_parameters_that_were_cut_apart_stay_apart(rank: Rank) -> None:
     with FSDP.summon_full_params(wrapped):
         for tied, value in zip(model.tied, values, strict=True):
             assert torch.equal(tied.detach(), value.double())
-
-
-@on_ranks(1)
-def test_collector_pauses_while_a_policy_makes_units(rank: Rank) -> None:
-    """It is as it was afterwards, also if the wrapping fails, and is left on for the user's initialization."""
-    seen: list[bool] = []
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        seen.append(gc.isenabled())
-        return recurse or isinstance(module, nn.Linear)
-
-    def fails(**_: Any) -> bool:
-        raise RuntimeError("no policy")
-
-    assert gc.isenabled()
-    fully_shard(net(2), mesh=rank.mesh, policy=policy)
-    FSDP(net(2), device_mesh=rank.mesh, auto_wrap_policy=policy)
-    assert seen and not any(seen) and gc.isenabled()
-    seen.clear()
-    FSDP(net(2), device_mesh=rank.mesh, auto_wrap_policy=policy, param_init_fn=lambda module: None)
-    assert seen and all(seen)
-    for wrap in (lambda m, p: fully_shard(m, mesh=rank.mesh, policy=p), lambda m, p: FSDP(m, auto_wrap_policy=p)):
-        with pytest.raises(RuntimeError, match="no policy"):
-            wrap(net(1), fails)
-        assert gc.isenabled()
-        gc.disable()
-        try:
-            wrap(net(1), policy)
-            assert not gc.isenabled()
-        finally:
-            gc.enable()
 
 
 def test_all_modules_is_what_modules_yields() -> None:

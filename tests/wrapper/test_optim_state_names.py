@@ -491,7 +491,7 @@ def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.M
     tensors = 8 if form != "loading" else 12  # with the numbers of steps
     if form == "first":
         alive = tensors if rank.device.type == "cpu" else 1  # else each goes to CPU memory at once
-        assert (len(made), most) == ((tensors, alive) if rank.rank == 0 else (0, 0))
+        assert len(made) == tensors and most <= (alive if rank.rank == 0 else 3), (len(made), most)
     else:
         kept = tensors if form == "loading" and rank.rank == 0 else 3  # a back end lets go of a message a little later
         assert len(made) == tensors and most <= kept, (len(made), most)

@@ -15,7 +15,7 @@ from fullshard.engine.parameters.tensor_shards import (
     shards_like,
     views_of,
 )
-from fullshard.layout import ParameterShape, chunk_of
+from fullshard.layout import ParameterShape, PerParameterLayout, chunk_of
 
 __all__ = ["HeldParts"]
 
@@ -68,7 +68,11 @@ class HeldParts:
 
     def shard_of(self, whole: torch.Tensor, device: torch.device) -> DTensor:
         """Return this rank's shard of an unsharded (local) tensor, copied to a device, as ``fully_shard`` keeps it."""
-        local = HeldParts.local_part(self, whole).to(device, copy=True)
+        mesh = self.placement.mesh
+        layout = PerParameterLayout.build((self.shape,), world_size=mesh.world_size, itemsize=1, direct_bytes=0)
+        shape, stride = layout.slots[0].local_shape(mesh.rank), layout.slots[0].local_stride(mesh.rank)
+        local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=device)
+        local.copy_(HeldParts.local_part(self, whole))
         return dtensor(local, self.placement.sharded_spec(whole.dtype))
 
     def views(self) -> ShardViews:
