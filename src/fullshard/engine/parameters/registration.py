@@ -28,18 +28,24 @@ class Registration:
         for owner, parameter in self._owned:
             if shown:
                 unsharded = parameter.unsharded
-                if owner.held() is not unsharded:
+                if owner.parameters.get(owner.name) is not unsharded:
                     continue  # see [Note: Write-back]
                 if unsharded.requires_grad is not parameter.followed:
                     parameter.take_requires_grad()
-            owner.set(parameter.sharded)
+            if owner.plain:  # as owner.set does, without the cost of a call
+                owner.parameters[owner.name] = parameter.sharded
+            else:
+                owner.set(parameter.sharded)
 
     def use_unsharded(self) -> None:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
         for owner, parameter in self._owned:
             parameter.agree_on_requires_grad()
-            owner.set(parameter.unsharded)
+            if owner.plain:
+                owner.parameters[owner.name] = parameter.unsharded
+            else:
+                owner.set(parameter.unsharded)
 
     def show_unsharded(self) -> None:
         """Leave the unsharded parameters in the modules after a forward."""
