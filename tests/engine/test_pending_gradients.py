@@ -133,6 +133,22 @@ def test_partial_gradients(rank: Rank) -> None:
     expect(model, reference, rank, 2)
 
 
+@on_ranks(4)
+def test_partial_gradients_that_are_being_reduced(rank: Rank) -> None:
+    """A reduction in flight takes those of earlier microbatches along: what they are can no longer be changed."""
+    model, reference = made(rank, "HYBRID_SHARD")
+    model.set_requires_all_reduce(False)
+    square_loss(0)(model, rank.rank).backward()
+    assert len(model.get_pending_gradients()) == len(list(model.parameters()))
+    model.set_requires_all_reduce(True)
+    model.set_is_last_backward(False)
+    square_loss(1)(model, rank.rank).backward()
+    assert any(parameter.grad is None for parameter in model.parameters())  # the last unit's is in flight
+    assert model.get_pending_gradients() == {}
+    model.synchronize_gradients()
+    expect(model, reference, rank, 0, 1)
+
+
 # -------------------------------------------------------------------- what is held, and what is not copied
 
 WIDTH = 128

@@ -14,9 +14,8 @@ Some programs run backward, and the optimizer, inside of a module's own forward 
 Units whose forward is open then have no output yet whose gradient could begin their backward. A nested unit tells: if
 the pass comes to it and will accumulate into its parameters (gradients of inputs do not), all units whose forward is
 open are reduced at the pass's end, whatever gradients this rank has in them. (All ranks must agree on which units take
-part.) After the step
-they are unsharded anew, for the rest of their forward. Where no nested unit takes part, post-accumulate hooks tell the
-unit.
+part.) After the step they are unsharded anew, for the rest of their forward. Where no nested unit takes part,
+post-accumulate hooks tell the unit.
 
 [Note: Registered parameters]
 Modules hold what they hold under torch's FSDP. A unit shows its unsharded parameters while one of its modules runs. One

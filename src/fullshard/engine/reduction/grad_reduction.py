@@ -259,9 +259,12 @@ class PartialReduceOutput:
             self._kept.pop(each, None)
 
     def by_parameter(self) -> dict[int, torch.Tensor]:
-        """Return this rank's shards of the gradients that wait, by the id of the ShardedParameter."""
+        """Return this rank's shards of the gradients that wait, by the id of the ShardedParameter.
+
+        Those that a reduction in flight will take along are no longer among them.
+        """
         shards: dict[int, torch.Tensor] = {}
-        for kept in self._kept.values():
+        for kept in (kept for plan, kept in self._kept.items() if plan in self._needed):
             found = zip(kept.plan.parameters, kept.plan.views, kept.present_anywhere(), strict=True)
             shards |= {id(p): view.on(kept.tensors[tensor]) for p, (tensor, view), there in found if there}
         return shards
