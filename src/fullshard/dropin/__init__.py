@@ -7,18 +7,10 @@ also those that torch and other libraries have already imported, then refer to f
 
 ``enable_torch_state_dict_functions()`` is useful alone: it makes torch's checkpoint functions support fullshard's
 ``FullyShardedDataParallel``.
+
+Names are imported when they are first used: ``python -m fullshard.dropin`` starts the program without torch.
 """
 
-from fullshard.dropin.errors import MixedEnginesError, MixedEnginesWarning, NotOfferedError
-from fullshard.dropin.installation import install, installed, uninstall
-from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
+import lazy_loader
 
-__all__ = [
-    "MixedEnginesError",
-    "MixedEnginesWarning",
-    "NotOfferedError",
-    "enable_torch_state_dict_functions",
-    "install",
-    "installed",
-    "uninstall",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

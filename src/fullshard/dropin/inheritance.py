@@ -5,9 +5,9 @@ Launchers start further Python processes: accelerate, Lightning, ``torch.multipr
 ran on fullshard, their collectives would not match those of the others. So ``patch_pythonpath`` prepends a folder
 to ``PYTHONPATH`` whose ``sitecustomize.py`` the interpreter runs at its start. It installs fullshard once
 ``torch.distributed.fsdp``, or one of the two packages beside it, is imported, which most processes never do, and it
-runs the ``sitecustomize`` that it shadows. If fullshard cannot be installed, the process ends when it imports torch's
-FSDP: a rank must not run on torch's engine beside others that do not. ``python -m fullshard.dropin`` starts the program
-itself in the same way.
+runs the ``sitecustomize`` that it shadows. If fullshard cannot be installed, importing torch's FSDP fails: a rank
+must not run on torch's engine beside others that do not. ``python -m fullshard.dropin`` starts its program in the same
+way.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def install(*, quiet: bool = False) -> contextlib.ExitStack:
     This covers ``torch.distributed.fsdp`` with its submodules, ``torch.distributed._composable.fsdp``, ``replicate``
     and ``apply_activation_checkpointing``, and the names that loaded modules have imported from these, including
     torch's own modules (distributed checkpoint, pipelining). Names that fullshard does not have raise
-    ``NotOfferedError`` when they are used. Call it before or after other imports, but before anything is sharded. No-op
-    if it is installed already.
+    ``NotOfferedError`` when they are imported or read. Call it before or after other imports, but before anything is
+    sharded. No-op if it is installed already.
 
     Args:
         quiet: Do not print that names were replaced (to stderr, on torchrun's rank 0).

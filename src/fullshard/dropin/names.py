@@ -20,18 +20,13 @@ REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # torch's engine, with all submodules
 
-# Torch's own are kept: functions on names and plain tensors, independent of the engine, ...
+# Functions on names and plain tensors, independent of the engine: torch's own are kept.
 NEUTRAL = {
     "_all_gather_dtensor",
     "_create_chunk_dtensor",
     "_create_chunk_sharded_tensor",
     "_get_remote_device_str",
     "clean_tensor_name",
-    # ... and those to which dynamo compares the functions that it compiles.
-    "FSDPParamGroup",
-    "FSDPState",
-    "disable_fsdp_module_new_init",
-    "get_cls_to_fsdp_cls",
 }
 
 

@@ -24,15 +24,21 @@ AWAITED = (
     "torch.distributed.fsdp",
 )
 HERE = os.path.dirname(os.path.abspath(__file__))
+MISSING = (
+    "this Python was started by a program that runs with fullshard.dropin, but cannot import fullshard; install "
+    f"fullshard for it, or remove {HERE} from PYTHONPATH"
+)
 
 
 class Installer:
     """Loader that wraps a module's own loader, and installs fullshard after the module was loaded."""
 
     _loader: "Any" = None  # as long as an instance has none, for copies
+    _finder: "Finder"
 
     def __init__(self, loader: "Any", finder: "Finder") -> None:
-        self._loader, self._finder = loader, finder
+        self._loader = loader
+        self._finder = finder
 
     def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
@@ -52,10 +58,14 @@ class Finder:
     be neither replaced nor used to replace others. fullshard's are among them because they import torch's.
     """
 
+    _asking: "set[tuple[str, int]]"  # modules that other finders are asked for now, by which thread
+    _loading: "list[str]"
+    _loaded: "set[str]"  # those of AWAITED that have been executed
+    _failure: str  # why fullshard could not be installed; torch's engine is refused from then on
+
     def __init__(self) -> None:
-        self._asking: set[tuple[str, int]] = set()  # modules that other finders are asked for now, by which thread
-        self._depth = 0  # of the modules that are being loaded
-        self._loaded = False  # torch's engine
+        self._asking, self._loading, self._loaded = set(), [], set()
+        self._failure = ""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -66,40 +76,63 @@ class Finder:
             return None
         self._asking.add(key)  # another finder may ask all the others as well, this one among them
         try:
-            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((found for found in specs if found is not None), None)
+            spec = self._ask_others(name, path, target)
         finally:
             self._asking.discard(key)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = Installer(spec.loader, self)  # type: ignore[assignment]  # importing a base class is not free
         return spec
 
+    def _ask_others(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
+        for finder in list(sys.meta_path):
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
     def load(self, module: "ModuleType", loader: "Any") -> None:
         """Execute ``module``, and install fullshard if it is the outermost and torch's engine is there by then."""
-        self._depth += 1
+        name, outermost = module.__name__, not self._loading
+        if self._failure and name in AWAITED:
+            raise ImportError(self._failure)
+        self._loading.append(name)
         try:
-            loader.exec_module(module)
-            self._loaded |= module.__name__ in AWAITED
+            try:
+                loader.exec_module(module)
+                if name in AWAITED:
+                    self._loaded.add(name)
+            finally:  # what it has imported stays, even if it fails itself
+                if outermost and self._loaded:
+                    self._install()
         finally:
-            if self._loaded and self._depth == 1:  # what it has imported stays, even if it fails itself
-                self._install()
-            self._depth -= 1
+            self._loading.remove(name)
 
     def _install(self) -> None:
-        """Install fullshard, or end the process: it must not run on torch's engine beside others that do not."""
         try:
             from fullshard.dropin import install
 
             install()
         except BaseException as error:
-            why = (
-                "this Python was started by a program that runs with fullshard.dropin, but cannot use it: "
-                f"{error!r}; install fullshard for it, or remove {HERE} from PYTHONPATH\n"
-            )
-            os.write(2, why.encode())
-            os._exit(1)
+            self._failure = f"fullshard.dropin could not be installed in this process: {error!r}"
+            self._forget()
+            if isinstance(error, ModuleNotFoundError) and error.name in ("fullshard", "fullshard.dropin"):
+                self._failure = MISSING
+                raise ImportError(MISSING) from error
+            raise
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+
+    def _forget(self) -> None:
+        """Remove torch's FSDP from the loaded modules, because it would run without fullshard."""
+        self._loaded.clear()
+        for name in list(sys.modules):
+            if any(name == awaited or name.startswith(f"{awaited}.") for awaited in AWAITED):
+                del sys.modules[name]
+        for name in AWAITED:
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
 
 
 def run_hidden(seen: "set[str]") -> None:
