@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def observe(rank: Rank, layout: str | None) -> Mapping[str, set[str]]:
     from torch.nn.parallel import DistributedDataParallel
 
     assert "fullshard" not in sys.modules
+    import_module("torch.distributed.checkpoint.state_dict")  # changes are seen only in modules that were there before
     warnings.simplefilter("ignore")
     for theirs in (model(), DistributedDataParallel(model()), fully_shard(model(), mesh=rank.mesh)):
         train(theirs)  # what torch sets up when it is first used
