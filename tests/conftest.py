@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +25,8 @@ os.environ.setdefault(
 
 from ranks import RankPool
 from ranks.device import device_type
+
+ANOTHER_RANK = "\n\n--- rank"  # begins the report of each rank in a RanksFailed
 
 # Two shared cores make any wall-clock limit per example a matter of luck.
 hypothesis.settings.register_profile("fullshard", deadline=None)
@@ -55,3 +57,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (marker := item.get_closest_marker("cpu_only")) is not None:
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """End the report with the error of the first test that failed, and of ranks with the one that failed first."""
+    yield
+    for report in [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")][:1]:
+        terminalreporter.section(f"first failure: {report.nodeid}")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash else report.longreprtext
+        terminalreporter.line(ANOTHER_RANK.join(message.split(ANOTHER_RANK)[:2]))
