@@ -49,7 +49,8 @@ help:            ## list the targets
 train: $(STAMP)  ## train a small GPT on real text, sharded over local ranks (ARGS="--steps 20" passes options)
 	$(VENV)/bin/fullshard train $(ARGS)
 
-test: $(STAMP)   ## run the whole test suite, then ruff and mypy (CPU=avx2 limits the instruction sets of kernels)
+test: $(STAMP)   ## run the whole test suite, then ruff and mypy (QUICK=1: one test of every promise, 90 seconds)
+	@echo "$(if $(CHOSEN),$(CHOSEN),$(WHOLE))"
 	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/clients $(ARGS)
 	$(if $(ARGS),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(SOME_ON_ACCELERATOR))
 	$(VENV)/bin/ruff check .

@@ -76,6 +76,9 @@ def check(what, statement):
 
 check("fsdp", "import torch.distributed.fsdp as m")
 check("stage", "from torch.distributed.pipelining import stage as m")
+check("checkpoint", "import torch.distributed.checkpoint")
+check("state dict", "import torch.distributed.checkpoint.state_dict")
+check("tools", "from torch.distributed._tools.mem_tracker import MemTracker")
 check("probe", "import importlib.util; importlib.util.find_spec('torch.distributed.fsdp')")
 
 sys.modules["fullshard"] = None  # as if there were none
@@ -143,14 +146,14 @@ def test_waits_for_any_of_torchs_packages(folder: Path):
     done = run(folder, "first.py", PYTHONPATH=FOLDER)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    names = ("fsdp", "stage", "probe")
-    assert lines[:3] == [f"{name} {{'fullshard'}} [] SourceFileLoader" for name in names]
+    names = ("fsdp", "stage", "checkpoint", "state dict", "tools", "probe")
+    assert lines[: len(names)] == [f"{name} {{'fullshard'}} [] SourceFileLoader" for name in names]
     why = (
         "this Python was started by a program that runs with fullshard.dropin, but cannot import fullshard; install "
         f"fullshard for it, or remove {FOLDER} from PYTHONPATH"
     )
     refused = ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage")
-    assert lines[3:] == [*(f"refused {name} {why}" for name in refused), "False"]
+    assert lines[len(names) :] == [*(f"refused {name} {why}" for name in refused), "False"]
 
 
 @pytest.mark.parametrize("package", [False, True])

@@ -32,8 +32,6 @@ from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
 
 __all__ = ["StandIns"]
 
-DYNAMO = "torch._dynamo."  # compares functions that it compiles with those of torch's engine, which it does not run
-
 
 class _StandIn(ModuleType):
     """Class of torch's FSDP modules while the drop-in is installed, see [Note: Stand-in modules]."""
@@ -97,7 +95,7 @@ class StandIns:
         if is_torch_fsdp_module(asking):
             return value  # torch's modules read each other
         if name in names.unavailable:
-            if asking.startswith(DYNAMO):
+            if asking.partition(".")[0] == "torch":  # dynamo compares functions with them, trackers of memory name them
                 return value
             raise NotOfferedError(
                 f"{module.__name__}.{name} is a part of torch's FSDP that fullshard does not have (imported by "

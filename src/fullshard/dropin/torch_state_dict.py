@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict
+import torch.distributed.checkpoint.state_dict as torch_state_dict  # works while the package is being imported
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -50,7 +50,7 @@ __all__ = ["enable_torch_state_dict_functions"]
 
 Function = Callable[..., Any]
 
-_module: Any = torch.distributed.checkpoint.state_dict
+_module: Any = torch_state_dict
 
 # A model and the parameters and buffers that torch's functions use for it while they load a state dict.
 _entries_in_use: contextvars.ContextVar[tuple[nn.Module, list[tuple[str, Any]]] | None] = contextvars.ContextVar(
