@@ -77,15 +77,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
     parser.add_argument("--python", nargs="+", default=PYTHONS, help="versions, as 3.12")
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="versions, as 2.13.0")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="PYTHON:TORCH", help="these combinations and no others"
-    )
-    parser.add_argument(
-        "--environments", type=Path, help="a folder for them, kept and used again; else a temporary one"
-    )
-    parser.add_argument(
-        "--install", default="", metavar="OPTIONS", help="further options of uv pip install or pip install"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="PYTHON:TORCH", help="these and no others")
+    parser.add_argument("--environments", type=Path, help="a folder for them, kept; else a temporary one")
+    parser.add_argument("--install", default="", metavar="OPTIONS", help="of uv pip install or pip install")
     parser.add_argument("--workers", type=int, default=2, help="pytest's, each with two or four ranks")
     parser.add_argument("--dry", action="store_true", help="print the outcomes, write no file")
     given = parser.parse_args()
@@ -132,19 +126,8 @@ def run(executable: Path, workers: int) -> Outcome:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = [
-            "-q",
-            "--no-showlocals",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            str(workers),
-            "--dist",
-            "loadfile",
-            "--durations=40",
-            f"--junitxml={report}",
-        ]
-        command = [str(executable), "-m", "pytest", *options, *CORE]
+        options = f"-q --no-showlocals -p no:cacheprovider -n {workers} --dist loadfile --durations=40".split()
+        command = [str(executable), "-m", "pytest", *options, f"--junitxml={report}", *CORE]
         with (executable.parent.parent / "pytest.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=SECONDS)
         outcome = read(report)
@@ -157,18 +140,10 @@ def read(report: Path) -> Outcome:
     kinds = [{child.tag for child in case} & {"failure", "error", "skipped"} for case in cases]
     if not cases:
         raise RuntimeError("pytest ran no test")
-    failures = [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case, kind in zip(cases, kinds, strict=True)
-        if kind & {"failure", "error"}
-    ]
-    skipped = sum("skipped" in kind for kind in kinds)
-    return {
-        "passed": sum(not kind for kind in kinds),
-        "failed": len(failures),
-        "skipped": skipped,
-        "failures": failures,
-    }
+    bad = (case for case, kind in zip(cases, kinds, strict=True) if kind & {"failure", "error"})
+    failures = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
+    passed, skipped = sum(not kind for kind in kinds), sum("skipped" in kind for kind in kinds)
+    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures}
 
 
 def circumstances() -> Outcome:
@@ -209,11 +184,11 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 def row(outcome: Outcome) -> str:
     """One line of the table."""
-    counts = (
-        [str(outcome[name]) for name in ("passed", "failed", "skipped")] if "failed" in outcome else ["not run", "", ""]
-    )
-    about = [outcome[name] for name in ("date", "commit")]
-    return "| " + " | ".join([outcome["python"], outcome["torch"], *counts, *about]) + " |"
+    counts = ["not run", "", ""]
+    if "failed" in outcome:
+        counts = [str(outcome[name]) for name in ("passed", "failed", "skipped")]
+    cells = [outcome["python"], outcome["torch"], *counts, outcome["date"], outcome["commit"]]
+    return f"| {' | '.join(cells)} |"
 
 
 def checked(command: list[str]) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,16 +149,8 @@ def run(troubles: Sequence[Trouble], name: str) -> tuple[list[object], float]:
         network.set_rate(MEGABITS)
         try:
             for rank in alive:
-                command = [
-                    *network.inside(rank),
-                    *_OWN_MEMORY,
-                    sys.executable,
-                    "-m",
-                    "network_proof",
-                    "--rank",
-                    str(rank),
-                    *words,
-                ]
+                program = [sys.executable, "-m", "network_proof", "--rank", str(rank), *words]
+                command = [*network.inside(rank), *_OWN_MEMORY, *program]
                 ranks.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parent))
             for trouble in troubles:
                 wait_for([folder / f"{trouble.place}.{rank}" for rank in alive])
@@ -185,7 +178,7 @@ def run(troubles: Sequence[Trouble], name: str) -> tuple[list[object], float]:
                 process.wait()
 
 
-def check(trouble: Trouble, expected: object, name: str) -> bool:
+def check(trouble: Trouble, name: str, expected: object) -> bool:
     """Report about one; True if it is as it should be."""
     try:
         said, seconds = run([trouble], name)
@@ -217,10 +210,8 @@ def main() -> None:
     ]
     expected, _ = run([Trouble(PLACES[0], 0)], "fs-expected")
     with ThreadPoolExecutor(options.at_once) as threads:
-        checks = [
-            threads.submit(check, trouble, expected, f"fs-proof-{number}") for number, trouble in enumerate(troubles)
-        ]
-    failed = sum(not each.result() for each in checks)
+        names = (f"fs-proof-{number}" for number in range(len(troubles)))
+        failed = sum(not well for well in threads.map(partial(check, expected=expected), troubles, names))
     print(f"{len(troubles)} troubles, {failed} failed")
     sys.exit(failed > 0)
 

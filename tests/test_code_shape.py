@@ -1,13 +1,7 @@
 """The shape of the code in ``src``: short functions, names that stand for one thing, and notes that can be found.
 
-Each check is a function of a file's source that yields what is wrong with it. Each is run over every file of ``src``,
-and shown to find what it looks for in a bad example. Sizes of files and classes are a reader's to judge. That public
-names have docstrings is checked by ruff, and that all is annotated by mypy.
-
-Notes: a *definition* is a line that, after indentation and a comment or docstring mark, starts with
-``[Note: X]`` and ends there. Any other occurrence of ``[Note: X]`` in a line is a *citation*, usually "see
-[Note: X]". Every citation needs exactly one definition in ``src``; so a citation must not stand alone on a
-line or be broken over two.
+A line that is ``[Note: X]``, after a comment or docstring mark, defines a note; any other ``[Note: X]`` cites it. Each
+citation needs exactly one definition in ``src``.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +123,15 @@ def check_docstrings(source: Source) -> Iterator[str]:
             yield f"{source.path}: {each.name}: not a sentence to be read alone: {text.splitlines()[0]}"
 
 
+def check_kinds_of_parameters(source: Source) -> Iterator[str]:
+    """Names of kinds of parameters above the engine."""
+    if not source.path.startswith(MAY_NAME_KINDS):
+        for node in source.nodes:
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if name in KINDS_OF_PARAMETERS:
+                yield f"{source.path}:{node.lineno}: names {name}; ask ShardedParameter"  # type: ignore[attr-defined]
+
+
 def _at(source: Source, each: Definition) -> str:
     return f"{source.path}:{each.node.lineno}: {each.name}:"
 
@@ -159,6 +161,7 @@ CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
     "docstrings": check_docstrings,
     "file name": check_file_name,
     "function length": check_function_length,
+    "kinds of parameters": check_kinds_of_parameters,
     "devices": check_devices,
     "methods": check_methods,
 }
@@ -194,24 +197,6 @@ def test_statements_do_not_grow() -> None:
     assert count_statements(sources) == {"all": 5, "a": 4, "c.py": 1}
 
 
-def check_kinds_of_parameters(source: Source) -> Iterator[str]:
-    """Names of kinds of parameters above the engine."""
-    if not source.path.startswith(MAY_NAME_KINDS):
-        for node in source.nodes:
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            if name in KINDS_OF_PARAMETERS:
-                yield f"{source.path}:{node.lineno}: names {name}; ask ShardedParameter"  # type: ignore[attr-defined]
-
-
-def test_only_the_engine_names_kinds_of_parameters() -> None:
-    """No ladder of ``isinstance`` over kinds of parameters above the engine; one is found."""
-    wrong = [message for source in package_sources() for message in check_kinds_of_parameters(source)]
-    assert not wrong, "\n" + "\n".join(wrong)
-    bad = "def f(p):\n    return isinstance(p, FlatShardedParameter) or isinstance(p, flat.FlatParameter)"
-    assert len(list(check_kinds_of_parameters(Source("optim/a.py", bad)))) == 2
-    assert not list(check_kinds_of_parameters(Source("engine/a.py", bad)))
-
-
 def check_class_names(sources: list[Source]) -> Iterator[str]:
     """Classes whose names, but for a leading underscore, stand for two things."""
     places: dict[str, list[str]] = {}
@@ -223,22 +208,18 @@ def check_class_names(sources: list[Source]) -> Iterator[str]:
             yield f"{len(found)} classes are called {name}: {', '.join(found)}"
 
 
-def test_class_names_are_unique() -> None:
-    """A class name stands for one thing in the whole package; two of one name are found, private ones too."""
-    wrong = list(check_class_names(package_sources()))
+@pytest.mark.parametrize("check", [check_class_names, check_notes])
+def test_names_of_classes_and_notes_stand_for_one_thing(check: Callable[[list[Source]], Iterator[str]]) -> None:
+    """Class names are unique in the whole package, private ones too, and every note that is cited is defined once."""
+    wrong = list(check(package_sources()))
     assert not wrong, "\n" + "\n".join(wrong)
-    sources = [
-        Source("a.py", "class Plan: ..."),
-        Source("b.py", "def f():\n    class _Plan: ..."),
-        Source("c.py", "class Planner: ..."),
-    ]
-    assert list(check_class_names(sources)) == ["2 classes are called Plan: a.py:1, b.py:2"]
 
 
-def test_package_notes_resolve() -> None:
-    """Every note that is cited in the package is defined in it exactly once."""
-    wrong = list(check_notes(package_sources()))
-    assert not wrong, "\n" + "\n".join(wrong)
+def test_classes_of_one_name_are_found() -> None:
+    """Whether one of them is private, or inside of a function."""
+    texts = {"a.py": "class Plan: ...", "b.py": "def f():\n    class _Plan: ...", "c.py": "class Planner: ..."}
+    found = check_class_names([Source(path, text) for path, text in texts.items()])
+    assert list(found) == ["2 classes are called Plan: a.py:1, b.py:2"]
 
 
 @pytest.mark.parametrize("path", CUDA_ALLOWED)
@@ -257,13 +238,7 @@ EXAMPLES = [
         "function length",
         "61 lines",
         "def f():\n" + _many("    x = {}", 61),
-        'def f():\n    """One\n\n    two.\n    """\n' + _many("    x = {}", 60),
-    ),
-    (
-        "function length",
-        "A.f: 61 lines",
-        "class A:\n  def f(\n    self):\n" + _many("    x = {}", 61),
-        "class A:\n  @decorated\n  def f(self):\n" + _many("    x = {}", 60),
+        'def f(\n    a, b,\n):\n    """One\n\n    two.\n    """\n' + _many("    x = {}", 60),
     ),
     (
         "methods",
@@ -271,9 +246,14 @@ EXAMPLES = [
         "class A:\n" + _many("    def f{}(self): ...", 41),
         "class A:\n" + _many("    def f{}(self): ...", 40) + "\n    x = 1",
     ),
+    (
+        "kinds of parameters",
+        "optim/a.py:2: names FlatParameter; ask ShardedParameter",
+        Source("optim/a.py", "def f(p):\n    return isinstance(p, flat.FlatParameter)"),
+        Source("engine/a.py", "def f(p):\n    return isinstance(p, flat.FlatParameter)"),
+    ),
     ("file name", "name a file after", Source("engine/utils.py", ""), Source("engine/unit.py", "")),
     ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),
-    ("devices", "a.py:1: names CUDA", "torch.cuda.synchronize()", "torch.accelerator.synchronize()"),
     ("devices", "a.py:1: names CUDA", "# as in CUDA", "# as on accelerators"),
     ("docstrings", "the file: not a sentence", '"""How it is done."""', '"""A file."""'),
     ("docstrings", "A: not a sentence", 'class A:\n    """Where it lies."""', 'class A:\n    """The place."""'),
@@ -290,37 +270,19 @@ def test_check_finds_what_it_looks_for(name: str, message: str, bad: str | Sourc
     assert not list(CHECKS[name](sources[1]))
 
 
-def test_a_signature_adds_no_length() -> None:
-    """Parameters of a public function that mirrors torch's may fill many lines."""
-    text = "def train(\n" + _many("    a{},", 80) + "\n):\n" + _many("    x = {}", 60)
-    assert not list(check_function_length(Source("cli.py", text)))
-    assert list(check_function_length(Source("cli.py", text + "\n    x = 60")))
-
-
-@pytest.mark.parametrize(
-    ("second_file", "message"),
-    [
-        ("x = 1  # see [Note: Alias tensors]", ""),
-        ("# [Note: Other]\n# text, see [Note: Other] and [Note: Alias tensors]", ""),
-        ("'''Text.\n\n    [Note: Other]\n    text\n'''\n# see [Note: Other].", ""),
-        ("# see [Note: Alias]", "b.py:1: cites [Note: Alias], which is defined nowhere"),
-        ("# [Note: Alias tensors]", "[Note: Alias tensors] is defined 2 times: a.py:1, b.py:1"),
-        ('"""[Note: Alias tensors]', "[Note: Alias tensors] is defined 2 times"),
-        ("# see [Note: Alias\n# tensors]", "b.py:1: a note's name is broken over two lines"),
-        ("# see [Note:Alias tensors]", "b.py:1: a note's name is broken over two lines, or not"),
-    ],
-)
-def test_notes_are_resolved_over_files(second_file: str, message: str) -> None:
+def test_notes_are_resolved_over_files() -> None:
     """A citation needs exactly one definition, in any file."""
-    first = textwrap.dedent(
-        """\
-        # [Note: Alias tensors]
-        # An alias is ...
-        """
-    )
-    found = list(check_notes([Source("a.py", first), Source("b.py", second_file)]))
-    assert len(found) == bool(message)
-    assert message in "".join(found)
+    first = Source("a.py", "# [Note: Alias tensors]\n# An alias is ...\n")
+    for text, message in {
+        "x = 1  # see [Note: Alias tensors]": "",
+        "'''Text.\n\n    [Note: Other]\n    text\n'''\n# see [Note: Other].": "",
+        "# see [Note: Alias]": "b.py:1: cites [Note: Alias], which is defined nowhere",
+        '"""[Note: Alias tensors]': "[Note: Alias tensors] is defined 2 times: a.py:1, b.py:1",
+        "# see [Note: Alias\n# tensors]": "b.py:1: a note's name is broken over two lines",
+        "# see [Note:Alias tensors]": "b.py:1: a note's name is broken over two lines, or not",
+    }.items():
+        found = list(check_notes([first, Source("b.py", text)]))
+        assert len(found) == bool(message) and message in "".join(found), text
 
 
 if __name__ == "__main__":

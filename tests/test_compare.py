@@ -18,17 +18,13 @@ nan, inf = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn]
 
 Compare = Callable[[object, object, str], None]
-exactly: Compare = assert_equal
 closely: Compare = partial(assert_close, rtol=1e-3, atol=1e-6)
-both = pytest.mark.parametrize("compare", [exactly, closely], ids=["assert_equal", "assert_close"])
-
-
-def values() -> torch.Tensor:
-    return torch.tensor([[1.0, nan, -inf], [4.0, 5.0, 6.0]])
+both = pytest.mark.parametrize("compare", [assert_equal, closely], ids=["assert_equal", "assert_close"])
+VALUES = torch.tensor([[1.0, nan, -inf], [4.0, 5.0, 6.0]])
 
 
 def changed(index: tuple[int, int], value: float) -> torch.Tensor:
-    tensor = values()
+    tensor = VALUES.clone()
     tensor[index] = value
     return tensor
 
@@ -48,49 +44,35 @@ def test_equal_tensors_pass(compare: Compare) -> None:
         actual[1, 2] = 1
         with pytest.raises(AssertionError, match=r"x: 1 of 6 elements differ .* worst at \(1, 2\)"):
             compare(actual, expected, f"{dtype} x")
-    compare(values(), values(), "x")
+    compare(VALUES, VALUES.clone(), "x")
     tensor = torch.randn(3, 4).t()
     compare(tensor, tensor.contiguous(), "x")
     with pytest.raises(AssertionError, match="differ"):
         compare(tensor, tensor.t().reshape(4, 3), "x")
 
 
+WRONG: dict[str, object] = {  # by the message; values show where they differ
+    "worst at (1, 2): expected 6.0, got 7.0": changed((1, 2), 7.0),
+    "worst at (1, 1): expected 5.0, got nan": changed((1, 1), nan),
+    "worst at (0, 1): expected nan, got 2.0": changed((0, 1), 2.0),
+    "worst at (0, 2): expected -inf, got inf": changed((0, 2), inf),
+    "x: dtype differs: expected torch.float32, got torch.float64": VALUES.double(),
+    "x: shape differs: expected torch.Size([2, 3]), got torch.Size([6])": VALUES.view(6),
+    "x: device differs: expected cpu, got meta": VALUES.to("meta"),
+    "x: expected Tensor(2, 3) of torch.float32 on cpu, got None": None,
+    "got a list": VALUES.tolist(),
+}
+
+
 @both
-@pytest.mark.parametrize(
-    ("index", "value", "shown"),
-    [
-        ((1, 2), 7.0, "expected 6.0, got 7.0"),
-        ((1, 1), nan, "expected 5.0, got nan"),
-        ((0, 1), 2.0, "expected nan, got 2.0"),
-        ((0, 2), inf, "expected -inf, got inf"),
-    ],
-)
-def test_wrong_value_fails(compare: Compare, index: tuple[int, int], value: float, shown: str) -> None:
-    """One wrong element fails, NaN and inf included; the message has the index and both values of the worst one."""
-    message = f"x: 1 of 6 elements differ .*shape (2, 3), torch.float32; worst at {index}: {shown}"
-    with pytest.raises(AssertionError, match=re.escape(message).replace(r"\.\*", ".*")):
-        compare(changed(index, value), values(), "x")
+def test_differences_fail(compare: Compare) -> None:
+    """One wrong element, NaN and inf included, and another dtype, shape, device or type; the worst element is named."""
+    for message, actual in WRONG.items():
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            compare(actual, VALUES, "x")
     actual = torch.tensor([1.0, 2.5, 30.0, 4.1])
-    with pytest.raises(AssertionError, match=r"3 of 4 .* worst at \(2,\): expected 3.0, got 30.0"):
+    with pytest.raises(AssertionError, match=r"x: 3 of 4 .*shape \(4,\), .* worst at \(2,\): expected 3.0, got 30.0"):
         compare(actual, torch.tensor([1.0, 2.0, 3.0, 4.0]), "x")
-
-
-@both
-@pytest.mark.parametrize(
-    ("actual", "message"),
-    [
-        (values().double(), "x: dtype differs: expected torch.float32, got torch.float64"),
-        (values().view(6), "x: shape differs: expected torch.Size([2, 3]), got torch.Size([6])"),
-        (values().to("meta"), "x: device differs: expected cpu, got meta"),
-        (None, "x: expected Tensor(2, 3) of torch.float32 on cpu, got None"),
-        (values().tolist(), "got a list"),
-    ],
-    ids=["dtype", "shape", "device", "None", "list"],
-)
-def test_wrong_kind_fails(compare: Compare, actual: object, message: str) -> None:
-    """A different dtype, shape or device fails even where the values agree, and so does what is no tensor."""
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        compare(actual, values(), "x")
 
 
 def test_equal_is_bitwise() -> None:
@@ -101,11 +83,11 @@ def test_equal_is_bitwise() -> None:
     with pytest.raises(AssertionError, match=r"expected 0\.0, got -0\.0"):
         assert_equal(torch.tensor([-0.0]), torch.tensor([0.0]), "x")
     assert_equal(torch.tensor([-nan]), torch.tensor([nan]), "x")
-    assert_equal({"a": [values(), nan, "b", None]}, {"a": [values(), nan, "b", None]}, "x")
+    assert_equal({"a": [VALUES, nan, "b", None]}, {"a": [VALUES.clone(), nan, "b", None]}, "x")
 
 
 def test_close_keeps_to_its_tolerances() -> None:
-    """``assert_close`` allows atol + rtol * |expected| and no more."""
+    """``assert_close`` allows atol + rtol * |expected| and no more, in float64: no dtype hides a difference."""
     expected = torch.tensor([100.0])
     assert_close(expected + 0.9, expected, "x", rtol=0.01)
     assert_close(expected + 1.4, expected, "x", rtol=0.01, atol=0.5)
@@ -113,10 +95,6 @@ def test_close_keeps_to_its_tolerances() -> None:
         assert_close(expected + 1.1, expected, "x", rtol=0.01)
     with pytest.raises(AssertionError, match=r"rtol=0\.01, atol=0\.5"):
         assert_close(expected + 1.6, expected, "x", rtol=0.01, atol=0.5)
-
-
-def test_close_sees_differences_that_a_narrow_dtype_hides() -> None:
-    """Tolerances are applied in float64, so that bfloat16 and large integers are not rounded first."""
     with pytest.raises(AssertionError, match="1 of 1"):
         assert_close(torch.tensor([1.0078125]).bfloat16(), torch.ones(1).bfloat16(), "x", rtol=0.007)
     with pytest.raises(AssertionError, match="1 of 1"):
@@ -132,8 +110,8 @@ def test_close_sees_differences_that_a_narrow_dtype_hides() -> None:
         ([1, 2], (1, 2), "x: expected a tuple, got a list"),
         (1, 1.0, "x: expected 1.0, got 1"),
         (1.0, nan, "x: expected nan, got 1.0"),
-        ({"a": values()}, {"a": values() + 1}, "x['a']: 4 of 6 elements differ"),
-        ({"a": values()}, {"a": None}, "x['a']: expected None, got Tensor(2, 3)"),
+        ({"a": VALUES}, {"a": VALUES + 1}, "x['a']: 4 of 6 elements differ"),
+        ({"a": VALUES}, {"a": None}, "x['a']: expected None, got Tensor(2, 3)"),
     ],
 )
 def test_nested_difference_fails(actual: object, expected: object, message: str) -> None:
@@ -142,19 +120,12 @@ def test_nested_difference_fails(actual: object, expected: object, message: str)
         assert_equal(actual, expected, "x")
 
 
-class Pair(nn.Module):
+def model_with_gradients() -> nn.Module:
     """Two layers, the second one frozen, and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.second = nn.Linear(5, 3).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-
-def pair_with_grads() -> Pair:
     torch.manual_seed(1)
-    model = Pair()
+    model = nn.Module()
+    model.first, model.second = nn.Linear(3, 5), nn.Linear(5, 3).requires_grad_(False)
+    model.scale = nn.Parameter(torch.tensor(2.0))
     model.first(torch.randn(4, 3)).sum().mul(model.scale).backward()
     return model
 
@@ -170,8 +141,12 @@ def sharded(model: nn.Module, rank: Rank) -> nn.Module:
     return model
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def widen(model: nn.Module) -> None:
+    model.scale = nn.Parameter(model.scale.detach().double())
 
 
 def rename(model: nn.Module) -> None:
@@ -179,32 +154,20 @@ def rename(model: nn.Module) -> None:
     del model.scale
 
 
-# What makes a difference, whether of gradients only, and the message
-DIFFERENCES: list[tuple[Callable[[nn.Module], object], bool, str]] = [
-    (
-        lambda m: _local(m.first.bias)[-1:].add_(1),
-        False,
-        r"parameter first\.bias: \d of 5 elements differ .*shape \(5,\), torch.float32; worst at",
-    ),
-    (lambda m: _local(m.second.weight)[:1].fill_(nan), False, r"parameter second\.weight: .* expected .*, got nan"),
-    (
-        lambda m: setattr(m, "scale", nn.Parameter(m.scale.detach().double())),
-        False,
-        r"parameter scale: dtype differs: expected torch.float32, got torch.float64",
-    ),
-    (rename, False, r"parameters by FQN: missing \['scale'\], unexpected \['factor'\]"),
-    (lambda m: _local(m.first.weight.grad)[:1].mul_(1.5), True, r"gradient of first\.weight: \d+ of 15 elements"),
-    (
-        lambda m: setattr(m.first.bias, "grad", None),
-        True,
-        r"gradient of first\.bias: expected Tensor\(5,\) .*, got None",
-    ),
-    (
-        lambda m: setattr(m.second.bias, "grad", torch.zeros_like(m.second.bias)),
-        True,
-        r"gradient of second\.bias: expected None, got Tensor\(3,\)",
-    ),
-]
+def invent_a_gradient(model: nn.Module) -> None:
+    model.second.bias.grad = torch.zeros_like(model.second.bias)
+
+
+# What makes a difference, by the message; those of gradients only are found if gradients are compared.
+DIFFERENCES: dict[str, Callable[[nn.Module], object]] = {
+    r"parameter first\.bias: \d of 5 elements differ .*shape \(5,\)": lambda m: local(m.first.bias)[-1:].add_(1),
+    r"parameter second\.weight: .* got nan": lambda m: local(m.second.weight)[:1].fill_(nan),
+    "parameter scale: dtype differs: expected torch.float32, got torch.float64": widen,
+    r"parameters by FQN: missing \['scale'\], unexpected \['factor'\]": rename,
+    r"gradient of first\.weight: \d+ of 15 elements": lambda m: local(m.first.weight.grad)[:1].mul_(1.5),
+    r"gradient of first\.bias: expected Tensor\(5,\) .*, got None": lambda m: setattr(m.first.bias, "grad", None),
+    r"gradient of second\.bias: expected None, got Tensor\(3,\)": invent_a_gradient,
+}
 
 
 @on_ranks(2)
@@ -212,28 +175,28 @@ DIFFERENCES: list[tuple[Callable[[nn.Module], object], bool, str]] = [
 def test_models_are_compared(rank: Rank, tolerance: float) -> None:
     """Equal models pass; each difference fails on every rank and names the FQN, gradients only when asked for."""
     close = {"rtol": tolerance, "atol": tolerance}
-    for spoil, is_about_grad, message in DIFFERENCES:
-        for model in (pair_with_grads(), sharded(pair_with_grads(), rank)):
-            assert_models_equal(model, pair_with_grads(), grads=True, **close)
+    for message, spoil in DIFFERENCES.items():
+        for model in (model_with_gradients(), sharded(model_with_gradients(), rank)):
+            assert_models_equal(model, model_with_gradients(), grads=True, **close)
             spoil(model)
-            if is_about_grad:
-                assert_models_equal(model, pair_with_grads(), **close)
+            if message.startswith("gradient"):
+                assert_models_equal(model, model_with_gradients(), **close)
             with pytest.raises(AssertionError, match=message):
-                assert_models_equal(model, pair_with_grads(), grads=True, **close)
+                assert_models_equal(model, model_with_gradients(), grads=True, **close)
 
 
 @on_ranks(2)
 def test_difference_on_one_rank_fails_on_all(rank: Rank) -> None:
     """A gradient that is None, or a wrong value, on one rank only is an error on every rank and not a hang."""
-    model = sharded(pair_with_grads(), rank)
+    model = sharded(model_with_gradients(), rank)
     if rank.rank == 1:
         model.first.weight.grad = None
     with pytest.raises(AssertionError, match=r"gradient of first\.weight is None on ranks \[1\] of 2 only"):
-        assert_models_equal(model, pair_with_grads(), grads=True)
+        assert_models_equal(model, model_with_gradients(), grads=True)
     if rank.rank == 1:
-        _local(model.first.weight)[0, 0] += 1
+        local(model.first.weight)[0, 0] += 1
     with pytest.raises(AssertionError, match=r"parameter first\.weight: 1 of 15 .* worst at \(3, 0\)"):
-        assert_models_equal(model, pair_with_grads())
+        assert_models_equal(model, model_with_gradients())
     with pytest.raises(TypeError, match="x: actual is a DTensor"):  # it would compare local shards
         assert_equal(model.first.weight, torch.ones(5, 3), "x")
 
@@ -242,5 +205,5 @@ def test_names_of_wrappers_are_dropped() -> None:
     """An FQN is the name that a parameter had before any wrapping."""
     assert fqn_of("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b.weight") == "a.b.weight"
     assert fqn_of("_orig_mod.a.bias") == "a.bias"
-    model = pair_with_grads()
+    model = model_with_gradients()
     assert_models_equal(nn.ModuleDict({"_fsdp_wrapped_module": model}), model)

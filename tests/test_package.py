@@ -30,16 +30,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {".ci", "bench", "docs", "examples", "src", "tests"}
 FILES = {
     *(".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
-    *(
-        "Makefile",
-        "PKG-INFO",
-        "README.md",
-        "SECURITY.md",
-        "constraints.txt",
-        "hatch_build.py",
-        "mkdocs.yml",
-        "pyproject.toml",
-    ),
+    *("Makefile", "PKG-INFO", "README.md", "SECURITY.md", "constraints.txt", "hatch_build.py"),
+    *("mkdocs.yml", "pyproject.toml"),
 }
 IGNORED = [*(ROOT / ".gitignore").read_text().replace("/\n", "\n").split(), "*.py[co]", "*.so"]
 
@@ -178,21 +170,18 @@ def typed_files(folder: Path) -> dict[str, list[Path]]:
     return {"strict": [Path(shutil.copy(program, folder)) for program in programs], "untyped": snippets}
 
 
-def test_types_from_outside(built: Built, tmp_path: Path) -> None:
+def test_types_from_outside(installed: Path, tmp_path: Path) -> None:
     """``mypy`` accepts programs of users, which see the installed package and not this tree."""
-    python = installed(built.wheel, tmp_path / "venv")
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    files = typed_files(programs)
+    files = typed_files(tmp_path)
     untyped = "".join(f"[mypy-{path.stem}]\n{UNTYPED}\n" for path in files["untyped"])
     # Options as in pyproject.toml, so that both can use what the cache has of torch.
     options = "[mypy]\nstrict = True\npython_version = 3.11\n[mypy-torch.*]\nignore_missing_imports = True\n"
-    (programs / "mypy.ini").write_text(options + untyped)
-    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", f"--python-executable={python}"]
+    (tmp_path / "mypy.ini").write_text(options + untyped)
+    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", f"--python-executable={installed}"]
     command += [f"--cache-dir={ROOT / '.mypy_cache'}"]
     command += [path.name for each in files.values() for path in each]
     environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
-    done = subprocess.run(command, cwd=programs, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -206,26 +195,27 @@ disable_error_code = arg-type, index, operator, union-attr
 """
 
 
-def installed(wheel: Path, folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the wheel, which finds all other packages in this one."""
+    folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(packages)
     others = [path for path in sys.path if path.endswith("-packages")]
     (packages / "others.pth").write_text("\n".join(others))
     return folder / "bin" / "python"
 
 
-def test_the_installed_package_is_the_wheel(built: Built, tmp_path: Path) -> None:
+def test_the_installed_package_is_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Types are checked, and the command runs, on the package that is installed."""
-    python = installed(built.wheel, tmp_path / "venv")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = [
-        subprocess.check_output([python, *arguments], text=True, env=environment, cwd=tmp_path).strip()
+        subprocess.check_output([installed, *arguments], text=True, env=environment, cwd=tmp_path).strip()
         for arguments in (["-c", "import fullshard; print(fullshard.__file__)"], ["-m", "fullshard", "--version"])
     ]
-    assert Path(said[0]).is_relative_to(tmp_path)
+    assert Path(said[0]).is_relative_to(installed.parents[1])
     assert said[1] == f"fullshard {__version__}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,26 +25,16 @@ from fullshard.planning.ledger import Ledger
 from fullshard.planning.plan import Choices
 from fullshard.planning.simulation.clocks import SkippingClock
 from fullshard.planning.simulation.streams import SimulatedDevice, SimulatedLane
+from models import Block
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 512
 
 
-class Block(nn.Module):
-    """A layer with parts, so that it can be recomputed."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def net(blocks: int = 4, width: int = WIDTH) -> nn.Module:
+def net(blocks: int = 4) -> nn.Module:
     """Blocks on the meta device."""
     with torch.device("meta"):
-        return nn.Sequential(*(Block(width) for _ in range(blocks)))
+        return nn.Sequential(*(Block(WIDTH) for _ in range(blocks)))
 
 
 def planned(model: nn.Module | None = None, rows: int = 32, **options: Any) -> Any:
@@ -178,9 +169,8 @@ def test_clusters(tmp_path: Path) -> None:
     cluster = cluster_of(path)
     assert (cluster.name, cluster.efficiency, cluster.node) == ("mine", {"matmul": 0.5}, 8)
     assert cluster.link(8) == Link(1e9)
-    assert (
-        cluster.link(32) == Link(1e8, 1e-3) and cluster.link(4, stride=8).bandwidth == 1e8 / 8
-    )  # one rank of each node
+    assert cluster.link(32) == Link(1e8, 1e-3)
+    assert cluster.link(4, stride=8).bandwidth == 1e8 / 8  # one rank of each node
     h100 = PRESETS["h100"]
     assert h100.link(16).latency < h100.link(24).latency < h100.link(32).latency  # interpolated
     assert h100.link(1024).latency == 2 * h100.link(512).latency
@@ -202,23 +192,16 @@ def test_clusters(tmp_path: Path) -> None:
         cluster_of("nosuch")
 
 
-class NeedsValues(nn.Module):
-    """Looks at a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.sum().item() > 0 else x
+def look_at_a_value(_: nn.Module, arguments: Any) -> None:
+    arguments[0].sum().item()
 
 
 def test_bad_input() -> None:
     """Errors say what was expected and found, and leave no process group behind."""
     with pytest.raises(FullshardError, match="expected a model on the meta device, found 16 parameters and buffers"):
-        planned(nn.Sequential(*(Block() for _ in range(4))))
-    with torch.device("meta"):
-        model = nn.Sequential(NeedsValues())
+        planned(nn.Sequential(*(Block(WIDTH) for _ in range(4))))
+    model = net(1)
+    model[0].register_forward_pre_hook(look_at_a_value)
     with pytest.raises(FullshardError, match="the model needs values to run"):
         planned(model)
     assert not torch.distributed.is_initialized()
@@ -238,21 +221,10 @@ twice.register_fake(torch.empty_like)
 twice.register_autograd(lambda ctx, gradient: 2 * gradient)
 
 
-class Other(nn.Module):
-    """Uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return twice(self.block(x))
-
-
 def test_operations_without_a_rule_are_named() -> None:
     """They take the time of their bytes."""
-    with torch.device("meta"):
-        model = nn.Sequential(Other())
+    model = net(1)
+    model[0].register_forward_hook(lambda module, arguments, output: twice(output))
     assert "planning_test.twice.default take the time of the bytes" in planned(model).table()
 
 
@@ -292,12 +264,8 @@ def test_optimizers_step_all_tensors_at_once() -> None:
 
     def most(cluster: str) -> int:
         plan = planned(net(8), ranks=1, cluster=cluster)
-        step = [change for _, change in plan.step.changes if change.where[0] == "optimizer step"]
-        total, highest = 0, 0
-        for change in step:
-            total += change.nbytes
-            highest = max(highest, total)
-        return highest
+        step = [change.nbytes for _, change in plan.step.changes if change.where[0] == "optimizer step"]
+        return max(itertools.accumulate(step))
 
     assert most("h100") >= 4 * numel > 2 * most("cpu")
 

@@ -50,11 +50,7 @@ def compare_on_all(rank: Rank) -> None:
 
 def sleep_on(rank: Rank, hanging: int) -> None:
     if rank.rank == hanging:
-        take_a_long_nap()
-
-
-def take_a_long_nap() -> None:
-    time.sleep(100)
+        time.sleep(100)
 
 
 def exit_on(rank: Rank, dying: int, code: int) -> str:
@@ -111,28 +107,23 @@ def skip_all(rank: Rank) -> None:
 
 
 def test_results_come_in_rank_order(ranks: RankPool) -> None:
-    """A call passes its arguments on and returns what each rank returned, by rank, from the same processes."""
+    """A call passes its arguments on and returns what each rank returned, by rank, from the same processes.
+
+    Bodies can use collectives, and be sent tensors.
+    """
     for world in (1, 2, 4):
         assert ranks(world, number, 10, offset=3) == [rank * 10 + 3 for rank in range(world)]
     assert ranks(2, process_id) == ranks(2, process_id) == ranks.pids(2)
-
-
-def test_ranks_share_a_process_group(ranks: RankPool) -> None:
-    """Bodies can use collectives, and tensors travel to the ranks and back."""
     for value in ranks(4, sum_over_ranks, torch.ones(2, 3)):
         assert torch.equal(value, torch.full((2, 3), 4.0 + 0 + 1 + 2 + 3))
 
 
-def test_worlds_of_two_devices_live_side_by_side(ranks: RankPool) -> None:
-    """A call may name the type of device that its ranks compute on; each type has worlds of its own."""
+def test_worlds_of_two_devices_live_side_by_side(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may name the type of device that its ranks compute on; one that cannot be had skips the test."""
     on_cpu = ranks(2, process_id, device_type="cpu")
     assert ranks(2, describe_device, device_type="emulated") == [("emulated", "emulated", "emulated", 3.0)] * 2
     assert ranks(2, describe_device, device_type="cpu") == [("cpu", "cpu", "cpu", 3.0)] * 2
     assert ranks(2, process_id, device_type="cpu") == on_cpu
-
-
-def test_device_that_cannot_be_had_skips_the_test(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler, a test for the emulated accelerator is skipped with the reason."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(pytest.skip.Exception, match="needs a C\\+\\+ compiler"):
         RankPool(beside=ranks)(2, process_id, device_type="emulated")
@@ -199,7 +190,7 @@ def test_expected_failure_returns_outcomes(ranks: RankPool) -> None:
 
     fine, stuck = ranks(2, sleep_on, 1, fresh=True, expect_failure=True, timeout=1)
     assert (fine.kind, fine.value, fine.failed) == ("returned", None, False)
-    assert (stuck.kind, "take_a_long_nap" in stuck.stacks) == ("hung", True)
+    assert (stuck.kind, "in sleep_on" in stuck.stacks) == ("hung", True)
 
     (raised,) = ranks(1, fail_on, 0, fresh=True, expect_failure=True)
     assert (raised.kind, raised.error_type, raised.message) == ("raised", "ValueError", "bad value on 0")
@@ -208,29 +199,33 @@ def test_expected_failure_returns_outcomes(ranks: RankPool) -> None:
     assert raised.output == "printed by 0\n"
 
 
-def test_fresh_world_leaves_the_pool_alone(ranks: RankPool) -> None:
-    """A fresh world has its own processes, which end with the call, and the pooled world goes on."""
-    before = ranks(2, process_id)
+def test_bodies_leave_nothing_to_others(ranks: RankPool) -> None:
+    """Seeds, default dtype, grad mode, environment and directory are as in a new process for every body.
+
+    A fresh world has processes of its own, which end with the call, and the pooled world goes on.
+    """
+    clean, before = ranks(2, observe_everything), ranks(2, process_id)
+    ranks(2, dirty_everything)
+    assert ranks(2, observe_everything) == clean
+    assert clean[0] == clean[1]
     fresh = ranks(2, process_id, fresh=True)
     assert not set(before) & set(fresh)
     assert not any(_is_running(pid) for pid in fresh)
     assert ranks(2, process_id) == before
 
 
-def test_state_is_reset_between_bodies(ranks: RankPool) -> None:
-    """Seeds, default dtype, grad mode, environment and directory are as in a new process for every body."""
-    clean = ranks(2, observe_everything)
-    ranks(2, dirty_everything)
-    assert ranks(2, observe_everything) == clean
-    assert clean[0] == clean[1]
-
-
-def test_what_cannot_travel_is_refused(ranks: RankPool) -> None:
-    """A function that ranks could not find by name, and a return value that cannot be pickled, with a reason."""
+def test_what_cannot_run_on_ranks_is_refused(ranks: RankPool) -> None:
+    """A function that ranks could not find by name, a value that cannot be pickled, and misuse of the decorator."""
     with pytest.raises(TypeError, match=r"function of a module; got .*<lambda>"):
         ranks(2, lambda rank: None)
     with pytest.raises(RanksFailed, match="returned a function, which cannot be pickled"):
         ranks(1, return_lambda)
+    with pytest.raises(TypeError, match="needs world sizes"):
+        on_ranks(number)
+    with pytest.raises(TypeError, match="taken by on_ranks"):
+
+        @on_ranks(2)
+        def body(rank: Rank, world: int) -> None: ...
 
 
 def test_skip_in_a_body_skips_the_test(ranks: RankPool) -> None:
@@ -263,16 +258,6 @@ def test_body_that_leaves_a_function_replaced_fails(ranks: RankPool) -> None:
     """It would change the tests after it on the same ranks, without a word."""
     with pytest.raises(RanksFailed, match=r"left_replaced left replaced.*: fullshard\.layout\.chunk_of"):
         ranks(2, left_replaced, fresh=True)
-
-
-def test_decorator_refuses_what_it_cannot_run() -> None:
-    """The decorator needs world sizes and keeps the name ``world`` to itself."""
-    with pytest.raises(TypeError, match="needs world sizes"):
-        on_ranks(number)
-    with pytest.raises(TypeError, match="taken by on_ranks"):
-
-        @on_ranks(2)
-        def body(rank: Rank, world: int) -> None: ...
 
 
 def test_failure_reads_well_in_pytest(

@@ -18,6 +18,7 @@ from fullshard import memory as memory_module
 from fullshard.debug.tracing.exposed import exposed_waits, late_ranks
 from fullshard.debug.tracing.timeline import Launched, RankGroup, Segment, launches, memory, segments
 from fullshard.progress import PROGRESS, Event
+from models import Mlp
 from ranks import Rank, on_ranks
 
 WIDTH = 16
@@ -99,24 +100,11 @@ def test_late_ranks(delay: float) -> None:
     assert not found or found[0].seconds == pytest.approx(delay)
 
 
-class Net(nn.Module):
-    """Three blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
-
-
 @on_ranks(2)
 @each_front_end
 def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     """Parts add up to the time; the files are there, and name what ran; results have the same bits."""
-    model = front_end.wrap(Net(), rank, [f"blocks.{index}" for index in range(3)])
+    model = front_end.wrap(Mlp(WIDTH, WIDTH, WIDTH, WIDTH), rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -139,7 +127,7 @@ def test_a_trace(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     assert {"forward", "backward", "the end of backward", "optimizer step"} <= phases
     kinds = {(each.kind, each.units) for each in trace.launches[rank.rank].values()}
     assert {kind for kind, _ in kinds} == {"all_gather", "reduce_scatter"}
-    assert any("blocks.1" in units for _, units in kinds)
+    assert any("layers.1" in units for _, units in kinds)
     ends = [each.end for each in trace.launches[rank.rank].values()]
     assert any(ends) and (rank.device.type == "cpu" or all(ends))  # the host sees only what it waits for
     assert all(each.end is None or each.time <= each.end for each in trace.launches[rank.rank].values())

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 import fullshard
 import test_watchdog as programs
-from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard import FullyShardedDataParallel
 from ranks.rank import Rank
 
 STORES = ("agent", "rank 0", "file")
@@ -71,7 +71,7 @@ def a_second_world(rank: Rank, shard: Any) -> None:
     step_of(shard(programs.Net()))
 
 
-def a_thread_serves_data(rank: Rank, shard: Any) -> None:
+def a_thread_serves_data(rank: Rank, net: programs.Net, model: torch.nn.Module) -> None:
     """A thread of rank 0 waits for one of rank 1, on a group of theirs, while another rank is slow."""
     pair = dist.new_group([0, 1])
     served = threading.Thread(
@@ -79,7 +79,6 @@ def a_thread_serves_data(rank: Rank, shard: Any) -> None:
     )
     if rank.rank < 2:
         served.start()
-    model = shard(programs.Net())
     step_of(model)
     time.sleep(LONG_S * (rank.rank == 2))
     step_of(model)
@@ -93,10 +92,8 @@ def one_goes_on_alone(rank: Rank, shard: Any) -> None:
     time.sleep(LONG_S * (rank.rank == 1))
 
 
-def background_save(rank: Rank, shard: Any) -> None:
+def background_save(rank: Rank, net: programs.Net, model: torch.nn.Module) -> None:
     """One rank writes slowly, while all go on training; another one comes late to the next save."""
-    model = shard(programs.Net())
-    step_of(model)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, 0)
     handle = fullshard.checkpoint.async_save(f"{folder[0]}/a", model)
@@ -108,7 +105,6 @@ def background_save(rank: Rank, shard: Any) -> None:
     fullshard.checkpoint.save(f"{folder[0]}/b", model)
     time.sleep(LONG_S * (rank.rank == 0))
     fullshard.checkpoint.load(f"{folder[0]}/b", model)
-    step_of(model)
 
 
 class _Slow(torch.utils.data.Dataset[torch.Tensor]):
@@ -121,34 +117,26 @@ class _Slow(torch.utils.data.Dataset[torch.Tensor]):
         return torch.ones(WIDTH)
 
 
-def workers_of_a_loader(rank: Rank, shard: Any) -> None:
+def workers_of_a_loader(rank: Rank, net: programs.Net, model: torch.nn.Module) -> None:
     """One of them is slow; they are children of the rank, and have its watchdog's memory."""
-    model = shard(programs.Net())
-    step_of(model)
     for batch in DataLoader(_Slow(), batch_size=2, num_workers=2):
         model(batch).square().mean().backward()
 
 
-def summoned_on_one_rank(rank: Rank, shard: Any) -> None:
-    """One rank exports for long from whole parameters."""
-    model = shard(programs.Net())
-    step_of(model)
-    with FullyShardedDataParallel.summon_full_params(model) if shard is not fully_shard else contextlib.nullcontext():
+def summoned_on_one_rank(rank: Rank, net: programs.Net, model: torch.nn.Module) -> None:
+    """One rank exports for long from unsharded parameters."""
+    with FullyShardedDataParallel.summon_full_params(model):
         time.sleep(LONG_S * (rank.rank == 0))
-    step_of(model)
 
 
-def forwards_ended_on_purpose(rank: Rank, shard: Any) -> None:
+def forwards_ended_on_purpose(rank: Rank, net: programs.Net, model: torch.nn.Module) -> None:
     """All ranks leave each forward by an exception, as to get features; one of them then works on them for long."""
-    net = programs.Net()
-    model = shard(net)
     for number in range(4):
         net.blocks[2].before = programs.fail
         with contextlib.suppress(ValueError), torch.no_grad():
             model(torch.ones(2, WIDTH))
         net.blocks[2].before = None
         time.sleep(LONG_S * (rank.rank == number == 1))
-    step_of(model)
 
 
 def metrics_of_late_ranks(rank: Rank, shard: Any) -> None:
@@ -161,25 +149,16 @@ def metrics_of_late_ranks(rank: Rank, shard: Any) -> None:
         dist.barrier()
 
 
-MORE_CORRECT: list[Callable[[Rank, Any], None]] = [
-    two_models_in_turns,
-    a_second_world,
-    a_thread_serves_data,
-    one_goes_on_alone,
-    background_save,
-    workers_of_a_loader,
-    summoned_on_one_rank,
-    forwards_ended_on_purpose,
-    metrics_of_late_ranks,
+programs.WHOLE += [two_models_in_turns, a_second_world, one_goes_on_alone, metrics_of_late_ranks]
+CORRECT = [
+    *(*programs.CORRECT, two_models_in_turns, a_second_world, one_goes_on_alone, metrics_of_late_ranks),
+    *(a_thread_serves_data, background_save, workers_of_a_loader, summoned_on_one_rank, forwards_ended_on_purpose),
 ]
 
 
 def run_correct(rank: Rank, name: str, front_end: str) -> str:
     """Run one of them, with the watchdog as it comes."""
-    torch.manual_seed(0)
-    shard = fully_shard if front_end == "composable" else partial(FullyShardedDataParallel, use_orig_params=True)
-    next(each for each in [*programs.CORRECT, *MORE_CORRECT] if each.__name__ == name)(rank, shard)
-    return "trained"
+    return programs.run_program(next(each for each in CORRECT if each.__name__ == name), rank, front_end)
 
 
 # -------------------------------------------------------------------- worlds
@@ -349,17 +328,13 @@ def cases(repeat: int) -> Iterator[Case]:
             yield Case(name, body, arguments, words, world, store)
         next(where)
     for number in range(repeat):
-        for program in [*programs.CORRECT, *MORE_CORRECT]:
+        for program in CORRECT:
             world, store = next(where)
-            if (
-                "make_mesh(2"
-                in Path(programs.__file__).read_text().partition(f"def {program.__name__}(")[2].partition("\ndef ")[0]
-            ):
+            if program is programs.replica_that_is_through:
                 world = 4
             front_end = ("composable", "wrapper")[number % 2]
-            yield Case(
-                f"{program.__name__}, {front_end}", run_correct, (program.__name__, front_end), None, world, store
-            )
+            name = program.__name__
+            yield Case(f"{name}, {front_end}", run_correct, (name, front_end), None, world, store)
 
 
 def main() -> None:

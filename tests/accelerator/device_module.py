@@ -28,8 +28,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_available
 
 
 def _is_in_bad_fork() -> bool:

@@ -332,6 +332,17 @@ def asynchronous(seed: Callable[[Patch], None]) -> Callable[[Patch], None]:
     return both
 
 
+# The usual methods, which faults call.
+_end_reduce_scatter = reduction.GradReduction.end_reduce_scatter
+_release = reduction.GradReduction.release
+_enter = runtime.Runtime._enter_forward
+_finish_copies = ActivationOffload.finish_copies
+_on_device = Activation.on_device
+_finish = _Part.finish
+_finalize = reduction.GradReduction.finalize
+_Event = torch.Event
+
+
 def _wait_elsewhere(self: Any) -> None:
     self._owner.device  # noqa: B018 - the stream that has to wait is left alone
     _elsewhere(self._owner.device).wait_event(self._done)
@@ -349,9 +360,6 @@ def _free_before_wait(self: Any) -> bool:
     return _end_reduce_scatter(self)
 
 
-_end_reduce_scatter = reduction.GradReduction.end_reduce_scatter
-
-
 def _no_wait_between_stages(self: Any) -> bool:
     pending_work, self._pending_work = self._pending_work, _Ticket()
     try:
@@ -366,14 +374,10 @@ def _no_wait_at_the_end(self: Any) -> None:
     _release(self)
 
 
-_release = reduction.GradReduction.release
-
-
 class _Ticket:
-    """Of something that is taken to have arrived."""
+    """Of something that is taken to have arrived: nobody waits."""
 
-    def wait(self) -> None:
-        """Do not."""
+    def wait(self) -> None: ...
 
     synchronize = wait
 
@@ -447,13 +451,6 @@ def _enter_with_a_stale_event(self: runtime.Runtime, entered: Any) -> None:
         self._unshard_after = stale
 
 
-_enter = runtime.Runtime._enter_forward
-
-
-def _free_pieces_early(patch: Patch) -> None:
-    patch.setattr(Bucket, "wait_for_unshard", _arrive_before_wait)
-
-
 def _input_as_it_is(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
@@ -476,18 +473,12 @@ def _left_without_waiting(self: ActivationOffload) -> None:
     _finish_copies(self)
 
 
-_finish_copies = ActivationOffload.finish_copies
-
-
 def _used_without_waiting(self: Activation) -> torch.Tensor:
     if self.device is None:
         self.offload.fetch(self.forward)
     _never_waited(self.returning)
     self.returning = None
     return _on_device(self)
-
-
-_on_device = Activation.on_device
 
 
 def _state_used_without_waiting(self: _Part) -> None:
@@ -497,15 +488,9 @@ def _state_used_without_waiting(self: _Part) -> None:
     _finish(self)
 
 
-_finish = _Part.finish
-
-
 def _leaving_dropped(self: Any) -> None:
     _finalize(self)
     self._leaving = []
-
-
-_finalize = reduction.GradReduction.finalize
 
 
 def _shared_event(patch: Patch) -> None:
@@ -517,9 +502,6 @@ def _shared_event(patch: Patch) -> None:
         return shared[0]
 
     patch.setattr(memory.torch, "Event", event)
-
-
-_Event = torch.Event
 
 
 FAULTS: dict[str, Fault] = {
@@ -554,7 +536,7 @@ FAULTS: dict[str, Fault] = {
     "gradients are used before they have landed": Fault(
         replace(reduction.GradReduction, "release", _no_wait_at_the_end), replicas, 4
     ),
-    "packed pieces are freed before they are unpacked": Fault(_free_pieces_early),
+    "packed pieces are freed before they are unpacked": Fault(replace(Bucket, "wait_for_unshard", _arrive_before_wait)),
     "a unit is resharded while it is unsharded": Fault(replace(Bucket, "reshard", _reshard_in_flight), resharded),
     "gradients are packed on the lane": Fault(replace(reductions, "issue_reduce_scatters", _pack_on_lane), mixed),
     "sums are scaled before they are there": Fault(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from compare import assert_equal
 from front_ends import COMPOSABLE, ORIGINAL, build
 from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from models import Stack
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 WARM_UP = 4  # the first steps make buffers and plans
@@ -79,6 +81,11 @@ def _steps(rank: Rank, kind: str) -> Counts:
     return counts
 
 
+def _assert_nothing_waits(counts: Counts, *, may_wait: bool = False) -> None:
+    found = [*(() if may_wait else counts.host_syncs), *_ours(counts.events_made), *counts.streams_made]
+    assert not found, "\n".join(map(str, found))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("offloaded", "replicas")])
 @on_ranks(2, device_type="emulated")
 def test_the_host_waits_for_nothing(rank: Rank, kind: str) -> None:
@@ -90,12 +97,6 @@ def test_the_host_waits_for_nothing(rank: Rank, kind: str) -> None:
 def test_the_host_waits_for_no_replica(rank: Rank) -> None:
     """The same where sums over shards are reduced over replicas as well."""
     _assert_nothing_waits(_steps(rank, "replicas"))
-
-
-def _assert_nothing_waits(counts: Counts) -> None:
-    assert not counts.host_syncs, "\n".join(map(str, counts.host_syncs))
-    assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
-    assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
 
 
 @on_ranks(2, device_type="emulated")
@@ -122,32 +123,50 @@ def test_with_offload_the_host_waits_at_the_end_of_backward(rank: Rank) -> None:
     assert counts.host_syncs
     for each in counts.host_syncs:
         assert "in accumulate_read_by_host" in each.stack, str(each)
-    assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
-    assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
+    _assert_nothing_waits(counts, may_wait=True)
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-@on_ranks(2, device_type="emulated")
-def test_a_step_can_be_captured(rank: Rank, reshard: bool) -> None:
-    """A forward and backward do nothing that a graph's capture forbids."""
-    model = _composable(rank, reshard_after_forward=reshard)
-    x = torch.randn(4, DIM)
-    stream = torch.Stream(rank.device)
-    stream.wait_stream(torch.accelerator.current_stream())
+@contextlib.contextmanager
+def _side_stream(rank: Rank) -> Iterator[None]:
+    """A stream of its own, as captures need one, which the current one waits for in the end."""
+    stream, current = torch.Stream(rank.device), torch.accelerator.current_stream()
+    stream.wait_stream(current)
     with stream:
+        yield
+    current.wait_stream(stream)
+
+
+@on_ranks(2, device_type="emulated")
+@pytest.mark.parametrize("what", ["step", "step, kept", "offloaded inference", "inference of a pinned input"])
+def test_what_can_be_captured(rank: Rank, what: str) -> None:
+    """Forward and backward do nothing that a graph's capture forbids, nor does inference.
+
+    Offloaded units are unsharded in a graph, and pinned inputs copied; afterwards the host can wait for shards.
+    """
+    trains = what.startswith("step")
+    options = {} if trains else {"offload_policy": CPUOffloadPolicy() if "offloaded" in what else OffloadPolicy()}
+    model = _composable(rank, reshard_after_forward=False if "kept" in what else None, **options)
+    x = torch.randn(4, DIM, device="cpu", pin_memory=True) if "pinned" in what else torch.randn(4, DIM)
+
+    def run() -> None:
+        output = model(x)
+        if trains:
+            output.square().mean().backward()
+
+    with _side_stream(rank), torch.set_grad_enabled(trains):
         for _ in range(WARM_UP):
-            model(x).square().mean().backward()
+            run()
             model.zero_grad()
         torch.accelerator.synchronize()
         with capture() as errors:
-            model(x).square().mean().backward()
+            run()
     assert not errors, "\n".join(map(str, errors))
-    torch.accelerator.current_stream().wait_stream(stream)
+    torch.accelerator.synchronize()
+    assert len(list(model.parameters())) == len(model.state_dict())
 
 
 @on_ranks(2, device_type="emulated")
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("how", ["reduced by each", "reduced by the last", "finalized"])
+@each_value(reshard=[False, True], how=["reduced by each", "reduced by the last", "finalized"])
 def test_a_captured_step_is_replayed(rank: Rank, reshard: bool, how: str) -> None:
     """Replays of forward and backward of four microbatches give the bits of eager steps, at the same addresses."""
     eager, captured = (_composable(rank, reshard_after_forward=reshard) for _ in range(2))
@@ -167,9 +186,7 @@ def test_a_captured_step_is_replayed(rank: Rank, reshard: bool, how: str) -> Non
 
     for model in (eager, captured):
         model.set_manual_backward_finalization(how == "finalized")
-    stream = torch.Stream(rank.device)
-    stream.wait_stream(torch.accelerator.current_stream())
-    with stream:
+    with _side_stream(rank):
         for step, batch in enumerate(batches):
             accumulate(eager, batch)
             inputs.copy_(batch)
@@ -191,26 +208,5 @@ def test_a_captured_step_is_replayed(rank: Rank, reshard: bool, how: str) -> Non
             optimizers[0].zero_grad()
             if step < WARM_UP:
                 optimizers[1].zero_grad()  # a graph writes gradients where they were
-    torch.accelerator.current_stream().wait_stream(stream)
     for mine, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
         assert_equal(mine.to_local(), theirs.to_local(), "parameter")
-
-
-@on_ranks(2, device_type="emulated")
-@pytest.mark.parametrize("pinned", [False, True], ids=["offloaded", "pinned input"])
-def test_inference_can_be_captured(rank: Rank, pinned: bool) -> None:
-    """Offloaded units are gathered in a graph, and pinned inputs copied; afterwards the host can wait for shards."""
-    model = _composable(rank, offload_policy=OffloadPolicy() if pinned else CPUOffloadPolicy())
-    x = torch.randn(4, DIM, device="cpu", pin_memory=True) if pinned else torch.randn(4, DIM)
-    stream = torch.Stream(rank.device)
-    stream.wait_stream(torch.accelerator.current_stream())
-    with stream, torch.no_grad():
-        for _ in range(WARM_UP):
-            model(x)
-        torch.accelerator.synchronize()
-        with capture() as errors:
-            model(x)
-    torch.accelerator.current_stream().wait_stream(stream)
-    assert not errors, "\n".join(map(str, errors))
-    torch.accelerator.synchronize()
-    assert len(list(model.parameters())) == len(model.state_dict())

@@ -159,7 +159,9 @@ ALLOWED: tuple[Allowed, ...] = (
         "the next step works without a call",
         "exception in forward without a reset",
         lambda d: (
-            d.point == "after the exception" or _failed(d) or ("raise_in" in d.operations and "False" in d.operations)
+            d.point == "after the exception"
+            or ("raise_in_backward" in d.where and d.point.startswith("post-accumulate"))
+            or ("raise_in" in d.operations and "False" in d.operations)
         ),
     ),
     Allowed(
@@ -219,12 +221,11 @@ ALLOWED: tuple[Allowed, ...] = (
         "every rank has a gradient and state of the same parameters",
         "wrapper True",
         lambda d: (
-            (_wrapper(d) and (d.theirs, d.ours) == ("None", "plain") and d.what == "grad")
-            or (
-                _wrapper(d)
-                and (
-                    d.what in ("number of states", "optimizer's keys") or ("state " in d.what and d.theirs == "nothing")
-                )
+            _wrapper(d)
+            and (
+                (d.what, d.theirs, d.ours) == ("grad", "None", "plain")
+                or d.what in ("number of states", "optimizer's keys")
+                or ("state " in d.what and d.theirs == "nothing")
             )
         ),
     ),
@@ -262,16 +263,6 @@ ALLOWED: tuple[Allowed, ...] = (
         ),
     ),
 )
-
-
-def _failed(d: Difference) -> bool:
-    """Whether a point belongs to an operation in which backward raises."""
-    return "raise_in_backward" in d.where and d.point.startswith("post-accumulate")
-
-
-def _not_reset(d: Difference) -> bool:
-    """Whether the program goes on after an exception without the call that torch needs."""
-    return re.search(r"raise_in_\w+', '[\w.]+', False", d.operations) is not None
 
 
 def _inside(d: Difference) -> bool:

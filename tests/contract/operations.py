@@ -141,9 +141,7 @@ class Session:
         """Forward and backward."""
         self.backward(self.forward())
 
-    def step_only(self) -> None:
-        """Step."""
-        self.step()
+    step_only = step
 
     def step_with_hooks(self) -> None:
         """Step with hooks on the optimizer."""
@@ -189,7 +187,7 @@ class Session:
     def accumulate_reduced(self, microbatches: int = 2) -> None:
         """Accumulate reduced gradients."""
         for _ in range(microbatches):
-            self.backward(self.forward())
+            self.train_without_step()
         self.step()
 
     def microbatch_dropped(self) -> None:

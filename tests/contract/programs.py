@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -107,9 +108,7 @@ def made(library: ModuleType, value: Any) -> Any:
 # -------------------------------------------------------------------- parts of programs
 
 BLOCKS = ("blocks.0", "blocks.1")
-LIFE: tuple[Operation, ...] = (("train",), ("evaluate",), ("save",), ("train",))
-LONG: tuple[Operation, ...] = (("train", 2), ("evaluate",), ("save",), ("evaluate", True), ("train",))
-SHORT: tuple[Operation, ...] = (("train", 2),)
+LIFE = "train, evaluate, save, train"
 
 
 def units(*paths: str | tuple[str, ...], **settings: Any) -> Units:
@@ -117,612 +116,327 @@ def units(*paths: str | tuple[str, ...], **settings: Any) -> Units:
     return tuple((path, settings) for path in paths)
 
 
+UNITS, KEPT = units(*BLOCKS, ""), units(*BLOCKS, "", reshard_after_forward=False)
+
+
+def operations(text: str) -> tuple[Operation, ...]:
+    """Operations in words: "train 2, freeze blocks.0 True" calls two methods of a session with these arguments."""
+    given = (each.split() for each in text.split(", "))
+    return tuple((name, *map(_argument, words)) for name, *words in given)
+
+
+def _argument(word: str) -> Any:
+    if word == "root":
+        return ""
+    if word.startswith(("float", "bfloat")):
+        return getattr(torch, word)
+    return {"True": True, "False": False}.get(word, int(word) if word.isdigit() else word)
+
+
 def stack() -> nn.Module:
     return Stack(2)
 
 
 def transformer(**options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        return Transformer(**options)
+    return partial(Transformer, **options)
 
-    return make
+
+def stacked(name: str, text: str = LIFE, units: Units = UNITS, *, model: Any = stack, **more: Any) -> Program:
+    """A program with ``fully_shard``, of a stack of two blocks unless it names another model."""
+    return Program(name, model, units, operations(text), **more)
+
+
+def formed(name: str, text: str = LIFE, units: Units = UNITS, *, model: Any = Transformer, **more: Any) -> Program:
+    """The same of a transformer."""
+    return stacked(name, text, units, model=model, **more)
 
 
 BF16 = ("MixedPrecisionPolicy", {"param_dtype": torch.bfloat16})
 REDUCED = ("MixedPrecisionPolicy", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
 CAST = ("MixedPrecisionPolicy", {"param_dtype": torch.bfloat16, "output_dtype": torch.float32})
 ONLY_REDUCED = ("MixedPrecisionPolicy", {"reduce_dtype": torch.bfloat16})
-NO_CAST = ("MixedPrecisionPolicy", {"param_dtype": torch.bfloat16, "cast_forward_inputs": False})
 OFFLOAD = ("CPUOffloadPolicy", {"pin_memory": False})
 
 
 def composable() -> list[Program]:
     """Programs with ``fully_shard``."""
-    stacked = Program("stack", stack, units(*BLOCKS, ""), LIFE)
-    formed = Program("transformer", transformer(), units(*BLOCKS, ""), LIFE)
-    grouped = units(*BLOCKS, ("norm", "head"), "")
     return [
-        *(
-            replace(stacked, name=f"stack raf={r}", units=units(*BLOCKS, "", reshard_after_forward=r), operations=LONG)
-            for r in (None, True, False)
+        # units and models
+        stacked(
+            "stack raf=None",
+            "train 2, evaluate, save, evaluate True, train",
+            units(*BLOCKS, "", reshard_after_forward=None),
         ),
-        replace(stacked, name="stack raf int", units=units(*BLOCKS, "", reshard_after_forward=2), world=4),
-        replace(
-            stacked,
-            name="blocks reshard, root does not",
-            units=(*units(*BLOCKS), *units("", reshard_after_forward=False)),
+        stacked(
+            "stack raf=True",
+            "train 2, evaluate, save, evaluate True, train",
+            units(*BLOCKS, "", reshard_after_forward=True),
         ),
-        replace(
-            stacked,
-            name="blocks keep, root reshards",
+        stacked("stack raf=False", "train 2, evaluate, save, evaluate True, train", KEPT),
+        stacked("stack raf int", units=units(*BLOCKS, "", reshard_after_forward=2), world=4),
+        stacked("blocks reshard, root does not", units=(*units(*BLOCKS), *units("", reshard_after_forward=False))),
+        stacked(
+            "blocks keep, root reshards",
             units=(*units(*BLOCKS, reshard_after_forward=False), *units("", reshard_after_forward=True)),
         ),
-        replace(stacked, name="one unit", units=units("")),
-        replace(stacked, name="one unit raf=True", units=units("", reshard_after_forward=True)),
-        replace(
-            stacked,
-            name="every linear",
+        stacked("one unit", units=units("")),
+        stacked(
+            "every linear",
             units=units("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "first", "last", ""),
         ),
-        replace(stacked, name="root without parameters", units=units("first", *BLOCKS, "last", "")),
-        replace(stacked, name="without module hooks", hooks=False),
-        replace(stacked, name="late hooks", late=True, operations=SHORT),
-        replace(stacked, name="adam", adam=True),
-        replace(
-            stacked,
-            name="five blocks",
-            model=lambda: Stack(5),
-            units=units(*(f"blocks.{i}" for i in range(5)), ""),
-            operations=SHORT,
-        ),
-        Program("mlp", lambda: Mlp(6, 7, 3, 5), units("layers.0", "layers.1", "layers.2", ""), LIFE),
-        Program(
-            "mlp, one unit per two layers",
-            lambda: Mlp(6, 7, 3, 5),
-            units(("layers.0", "layers.1"), "layers.2", ""),
-            LIFE,
-        ),
-        Program("language", lambda: Language(), units(*BLOCKS, ""), LIFE),
-        Program("language, tied in a group", lambda: Language(), units(*BLOCKS, ("embedding", "head"), ""), LIFE),
-        Program("language, tied across units", lambda: Language(), units(*BLOCKS, "embedding", "head", ""), SHORT),
-        Program("frozen", Frozen, units("blocks.0", "blocks.1", "blocks.2", ""), LIFE),
-        Program(
-            "frozen raf=False", Frozen, units("blocks.0", "blocks.1", "blocks.2", "", reshard_after_forward=False), LIFE
-        ),
-        Program("odd", Odd, units("conv", ""), SHORT),
-        Program("conv", Conv, units("first", "norm", ""), LIFE),
-        replace(formed, operations=LONG),
-        replace(formed, name="transformer raf=False", units=units(*BLOCKS, "", reshard_after_forward=False)),
-        replace(formed, name="group of norm and head", units=grouped),
-        replace(
-            formed,
-            name="group raf=False",
-            units=(*units(*BLOCKS), *units(("norm", "head"), reshard_after_forward=False), *units("")),
-        ),
-        replace(formed, name="group of all blocks", units=units(BLOCKS, "")),
-        replace(formed, name="group with the embedding", units=units(*BLOCKS, ("embedding", "norm", "head"), "")),
-        replace(formed, name="tied transformer", model=transformer(tied=True)),
-        replace(formed, name="head is a unit", units=units(*BLOCKS, "head", "")),
-        replace(
-            formed,
-            name="head is a unit, without module hooks",
-            units=units(*BLOCKS, "head", ""),
-            hooks=False,
-            operations=SHORT,
-        ),
-        replace(
-            formed,
-            name="blocks run twice, accumulation",
+        stacked("root without parameters", units=units("first", *BLOCKS, "last", "")),
+        stacked("late hooks", "train 2", late=True),
+        stacked("mlp", units=units("layers.0", "layers.1", "layers.2", ""), model=lambda: Mlp(6, 7, 3, 5)),
+        stacked("language", model=Language),
+        stacked("language, tied in a group", units=units(*BLOCKS, ("embedding", "head"), ""), model=Language),
+        stacked("language, tied across units", "train 2", units(*BLOCKS, "embedding", "head", ""), model=Language),
+        stacked("frozen", units=units(*BLOCKS, "blocks.2", ""), model=Frozen),
+        stacked("odd", "train 2", units("conv", ""), model=Odd),
+        stacked("conv", units=units("first", "norm", ""), model=Conv),
+        formed("transformer", "train 2, evaluate, save, evaluate True, train"),
+        formed("group of norm and head", units=units(*BLOCKS, ("norm", "head"), "")),
+        formed("group of all blocks", units=units(BLOCKS, "")),
+        formed("tied transformer", model=transformer(tied=True)),
+        formed("head is a unit", units=units(*BLOCKS, "head", "")),
+        formed("head is a unit, without module hooks", "train 2", units(*BLOCKS, "head", ""), hooks=False),
+        formed("blocks run twice, accumulation", "accumulate, accumulate 2", attributes={"repeat": 2}),
+        formed(
+            "blocks run twice, accumulation reduced in bf16",
+            "accumulate, accumulate 2",
+            units(*BLOCKS, "", mp_policy=ONLY_REDUCED),
             attributes={"repeat": 2},
-            operations=(("accumulate",), ("accumulate", 2)),
         ),
-        replace(
-            formed,
-            name="blocks run twice, accumulation reduced in bf16",
-            attributes={"repeat": 2},
-            units=units(*BLOCKS, "", mp_policy=ONLY_REDUCED),
-            operations=(("accumulate",), ("accumulate", 2)),
+        formed(
+            "blocks run twice, checkpointed, reentrant=True", "train 3", attributes={"repeat": 2, "checkpointed": True}
         ),
-        replace(
-            formed,
-            name="blocks run twice, checkpointed, reentrant=True",
-            attributes={"repeat": 2, "checkpointed": True},
-            operations=(("train", 3),),
+        formed(
+            "head in a group, interleaved", "forwards_interleaved, train", units(*BLOCKS, ("embedding", "head"), "")
         ),
-        replace(
-            formed,
-            name="head in a group, interleaved",
-            units=units(*BLOCKS, ("embedding", "head"), ""),
-            operations=(("forwards_interleaved",), ("train",)),
-        ),
-        replace(formed, name="blocks run twice", model=transformer(repeat=2)),
-        replace(
-            formed,
-            name="blocks run twice raf=False",
-            model=transformer(repeat=2),
-            units=units(*BLOCKS, "", reshard_after_forward=False),
-        ),
-        replace(
-            formed,
-            name="nested",
-            model=transformer(depth=4, group=2),
+        formed("blocks run twice", model=transformer(repeat=2)),
+        formed(
+            "nested",
             units=units("blocks.0.inner.0", "blocks.0.inner.1", "blocks.1.inner.0", "blocks.1.inner.1", *BLOCKS, ""),
+            model=transformer(depth=4, group=2),
         ),
-        replace(
-            formed,
-            name="nested, inner ones twice",
+        formed(
+            "nested, inner ones twice",
+            "train 2",
+            units("blocks.0.inner.0", "blocks.0", "blocks.1.inner.0", ""),
             model=transformer(depth=2, group=1, repeat=2),
-            units=units("blocks.0.inner.0", "blocks.0", "blocks.1.inner.0", ""),
-            operations=SHORT,
         ),
-        replace(
-            formed,
-            name="nested three deep",
-            model=transformer(depth=2, group=2),
+        formed(
+            "nested three deep",
             units=units("blocks.0.inner.0.up", "blocks.0.inner.0", "blocks.0.inner.1", "blocks.0", ""),
-        ),
-        replace(
-            formed,
-            name="nested, mixed settings",
             model=transformer(depth=2, group=2),
+        ),
+        formed(
+            "nested, mixed settings",
             units=(
                 *units("blocks.0.inner.0", reshard_after_forward=False),
                 *units("blocks.0.inner.1", "blocks.0", reshard_after_forward=True),
                 *units(""),
             ),
-        ),
-        replace(formed, name="noted inside", operations=(("noted_inside",), ("noted_inside",))),
-        replace(
-            formed,
-            name="noted inside raf=False",
-            operations=(("noted_inside",),),
-            units=units(*BLOCKS, "", reshard_after_forward=False),
+            model=transformer(depth=2, group=2),
         ),
         # losses outside of forward, reads, flags inside
-        replace(formed, name="head outside", operations=(("head_outside",), ("head_outside",), ("train",))),
-        replace(
-            formed,
-            name="head outside by weight",
-            operations=(("head_outside", True), ("head_outside", True), ("train",)),
-        ),
-        replace(
-            formed,
-            name="head outside, tied",
-            model=transformer(tied=True),
-            operations=(("head_outside", True), ("head_outside",)),
-        ),
-        replace(
-            formed,
-            name="head outside, unit",
-            units=units(*BLOCKS, "head", ""),
-            operations=(("head_outside",), ("train",), ("head_outside",)),
-        ),
-        replace(
-            formed,
-            name="head outside, unit raf=False",
-            units=(*units(*BLOCKS), *units("head", reshard_after_forward=False), *units("")),
-            operations=(("head_outside",), ("head_outside",), ("train",)),
-        ),
-        replace(
-            formed,
-            name="head outside, group",
-            units=grouped,
-            operations=(("head_outside",), ("train",), ("head_outside",)),
-        ),
-        replace(
-            formed,
-            name="chunked head, group",
-            units=grouped,
-            operations=(("chunked_head",), ("chunked_head",), ("train",)),
-        ),
-        replace(formed, name="chunked head", operations=(("chunked_head",), ("train",))),
-        replace(
-            formed,
-            name="similarity in evaluation",
-            model=transformer(tied=True),
-            operations=(("similarity",), ("train",), ("similarity",), ("train",)),
-        ),
-        replace(
-            formed, name="frozen inside, block", operations=(("train",), ("freeze_inside", "blocks.0"), ("train", 2))
-        ),
-        replace(formed, name="frozen inside, head", operations=(("train",), ("freeze_inside", "head"), ("train", 2))),
-        replace(
-            formed,
-            name="frozen inside, first step",
-            operations=(("freeze_inside", "blocks.1", "embedding"), ("train", 2)),
-        ),
-        replace(
-            formed,
-            name="frozen inside raf=False",
-            units=units(*BLOCKS, "", reshard_after_forward=False),
-            operations=(("freeze_inside", "blocks.1", "head"), ("train", 2)),
-        ),
-        replace(
-            formed,
-            name="backward inside",
-            operations=(("backward_inside",), ("backward_inside",), ("train",)),
-            hooks=False,
-        ),
-        replace(
-            formed,
-            name="backward inside raf=False",
-            units=units(*BLOCKS, "", reshard_after_forward=False),
-            operations=(("backward_inside",), ("train",)),
-            hooks=False,
-        ),
-        replace(formed, name="regularized", operations=(("regularize",), ("train",), ("regularize",))),
+        formed("noted inside", "noted_inside, noted_inside"),
+        formed("head outside", "head_outside, head_outside, train"),
+        formed("head outside, tied", "head_outside True, head_outside", model=transformer(tied=True)),
+        formed("head outside, unit", "head_outside, train, head_outside", units(*BLOCKS, "head", "")),
+        formed("head outside, group", "head_outside, train, head_outside", units(*BLOCKS, ("norm", "head"), "")),
+        formed("chunked head", "chunked_head, train"),
+        formed("similarity in evaluation", "similarity, train, similarity, train", model=transformer(tied=True)),
+        formed("frozen inside, block", "train, freeze_inside blocks.0, train 2"),
+        formed("frozen inside, head", "train, freeze_inside head, train 2"),
+        formed("frozen inside raf=False", "freeze_inside blocks.1 head, train 2", KEPT),
+        formed("backward inside", "backward_inside, backward_inside, train", hooks=False),
+        formed("regularized", "regularize, train, regularize"),
         # branches
-        Program(
+        stacked(
             "branches",
-            Branches,
+            "train, use left, train 2, use right, train, use both, train",
             units("left", "right", ""),
-            (("train",), ("use", "left"), ("train", 2), ("use", "right"), ("train",), ("use", "both"), ("train",)),
+            model=Branches,
         ),
-        Program(
+        stacked(
             "branches in a group",
-            Branches,
+            "train, use left, train 2, use both, train",
             units(("left", "right"), ""),
-            (("train",), ("use", "left"), ("train", 2), ("use", "both"), ("train",)),
-        ),
-        Program(
-            "branches in a group raf=False",
-            Branches,
-            (*units(("left", "right"), reshard_after_forward=False), *units("")),
-            (("use", "left"), ("train", 2), ("use", "both"), ("train",)),
+            model=Branches,
         ),
         # several forwards and backwards
-        replace(stacked, name="two forwards", operations=(("two_forwards",), ("two_forwards", 3), ("train",))),
-        replace(
-            stacked,
-            name="two forwards raf=False",
-            operations=(("two_forwards",), ("train",)),
-            units=units(*BLOCKS, "", reshard_after_forward=False),
+        stacked("two forwards", "two_forwards, two_forwards 3, train"),
+        stacked("two losses", "two_losses, two_losses, train"),
+        stacked("interleaved", "forwards_interleaved, train"),
+        stacked("forward dropped", "forward_dropped, train, forward_dropped, train"),
+        stacked(
+            "forward dropped, then a step",
+            "train, forward_dropped, train_without_step, forward_dropped, step_only, train",
         ),
-        replace(stacked, name="two losses", operations=(("two_losses",), ("two_losses",), ("train",))),
-        replace(stacked, name="interleaved", operations=(("forwards_interleaved",), ("train",))),
-        replace(
-            stacked,
-            name="forward dropped",
-            operations=(("forward_dropped",), ("train",), ("forward_dropped",), ("train",)),
-        ),
-        replace(
-            stacked,
-            name="forward dropped, then a step",
-            operations=(
-                ("train",),
-                ("forward_dropped",),
-                ("train_without_step",),
-                ("forward_dropped",),
-                ("step_only",),
-                ("train",),
-            ),
-        ),
-        replace(stacked, name="gradients of inputs", operations=(("input_gradient",), ("input_gradient",), ("train",))),
-        replace(stacked, name="autograd.grad", operations=(("train",), ("autograd_grad",), ("train",))),
+        stacked("gradients of inputs", "input_gradient, input_gradient, train"),
+        stacked("autograd.grad", "train, autograd_grad, train"),
         # accumulation
-        replace(stacked, name="accumulation", operations=(("accumulate",), ("accumulate", 2), ("train",))),
-        replace(
-            stacked,
-            name="accumulation raf=False",
-            operations=(("accumulate",), ("train",)),
-            units=units(*BLOCKS, "", reshard_after_forward=False),
-        ),
-        replace(
-            stacked,
-            name="accumulation, kept",
-            operations=(
-                ("reshard_after_backward", False),
-                ("accumulate",),
-                ("reshard_after_backward", True),
-                ("train",),
-            ),
-        ),
-        replace(
-            stacked,
-            name="accumulation of reduced gradients",
-            operations=(("accumulate_reduced",), ("accumulate_reduced", 3)),
-        ),
-        replace(stacked, name="microbatch dropped", operations=(("train",), ("microbatch_dropped",), ("train",))),
-        replace(stacked, name="last backward", operations=(("last_backward",), ("train",))),
-        replace(stacked, name="zero gradients stay", operations=(("train", 2, False), ("zero_grad",), ("train",))),
+        stacked("accumulation", "accumulate, accumulate 2, train"),
+        stacked("accumulation, kept", "reshard_after_backward False, accumulate, reshard_after_backward True, train"),
+        stacked("accumulation of reduced gradients", "accumulate_reduced, accumulate_reduced 3"),
+        stacked("microbatch dropped", "train, microbatch_dropped, train"),
+        stacked("last backward", "last_backward, train"),
+        stacked("zero gradients stay", "train 2 False, zero_grad, train"),
         # checkpointing
-        *(
-            replace(p, name=f"{p.name}, checkpointed, reentrant={r}", attributes={"checkpointed": r}, operations=SHORT)
-            for p in (
-                stacked,
-                replace(formed, name="kept transformer", units=units(*BLOCKS, "", reshard_after_forward=False)),
-            )
-            for r in (False, True)
+        stacked("stack, checkpointed, reentrant=False", "train 2", attributes={"checkpointed": False}),
+        stacked("stack, checkpointed, reentrant=True", "train 2", attributes={"checkpointed": True}),
+        stacked(
+            "checkpointed inside, reentrant=False",
+            "train 2",
+            attributes={"blocks.0.checkpointed": False, "blocks.1.checkpointed": False},
         ),
-        *(
-            replace(
-                stacked,
-                name=f"checkpointed inside, reentrant={r}",
-                attributes={"blocks.0.checkpointed": r, "blocks.1.checkpointed": r},
-                operations=SHORT,
-            )
-            for r in (False, True)
+        stacked(
+            "checkpointed inside, reentrant=True",
+            "train 2",
+            attributes={"blocks.0.checkpointed": True, "blocks.1.checkpointed": True},
         ),
         # settings by hand
-        replace(
-            stacked,
-            name="unshard",
-            operations=(
-                ("unshard",),
-                ("train",),
-                ("unshard", "blocks.0"),
-                ("reshard", "blocks.0"),
-                ("unshard",),
-                ("reshard",),
-                ("train",),
-            ),
+        stacked("unshard", "unshard, train, unshard blocks.0, reshard blocks.0, unshard, reshard, train"),
+        stacked("unshard, then save", "unshard, save, unshard blocks.1, save, train"),
+        stacked("unshard, then evaluate", "unshard blocks.0, evaluate, train"),
+        stacked("unshard asynchronously", "unshard_async, train, unshard_async blocks.0, reshard blocks.0, train"),
+        stacked("reshard after forward by hand", "evaluate, reshard, train, evaluate, save, evaluate False 2, train"),
+        stacked(
+            "setting changed",
+            "train, reshard_after_forward False, train 2, evaluate, reshard_after_forward True, train, evaluate",
         ),
-        replace(
-            stacked,
-            name="unshard, then save",
-            operations=(("unshard",), ("save",), ("unshard", "blocks.1"), ("save",), ("train",)),
+        stacked(
+            "kept after backward",
+            "reshard_after_backward False, train 2, evaluate, save, train, reshard_after_backward True, train",
         ),
-        replace(
-            stacked, name="unshard, then evaluate", operations=(("unshard", "blocks.0"), ("evaluate",), ("train",))
-        ),
-        replace(
-            stacked,
-            name="unshard asynchronously",
-            operations=(
-                ("unshard_async",),
-                ("train",),
-                ("unshard_async", "blocks.0"),
-                ("reshard", "blocks.0"),
-                ("train",),
-            ),
-        ),
-        replace(
-            stacked,
-            name="reshard after forward by hand",
-            operations=(
-                ("evaluate",),
-                ("reshard",),
-                ("train",),
-                ("evaluate",),
-                ("save",),
-                ("evaluate", False, 2),
-                ("train",),
-            ),
-        ),
-        replace(
-            stacked,
-            name="setting changed",
-            operations=(
-                ("train",),
-                ("reshard_after_forward", False),
-                ("train", 2),
-                ("evaluate",),
-                ("reshard_after_forward", True),
-                ("train",),
-                ("evaluate",),
-            ),
-        ),
-        replace(
-            stacked,
-            name="setting of a block changed",
-            operations=(
-                ("train",),
-                ("reshard_after_forward", False, "blocks.0"),
-                ("train", 2),
-                ("evaluate",),
-                ("save",),
-            ),
-        ),
-        replace(
-            stacked,
-            name="kept after backward",
-            operations=(
-                ("reshard_after_backward", False),
-                ("train", 2),
-                ("evaluate",),
-                ("save",),
-                ("train",),
-                ("reshard_after_backward", True),
-                ("train",),
-            ),
-        ),
-        replace(stacked, name="clipped", operations=(("clip",), ("clip",))),
-        replace(stacked, name="optimizer's hooks", operations=(("step_with_hooks",), ("step_with_hooks",)), adam=True),
-        replace(
-            stacked,
-            name="optimizer built after a forward",
-            operations=(("train",), ("evaluate",), ("reshard",), ("new_optimizer",), ("train",)),
-        ),
-        replace(
-            stacked, name="optimizer built after a backward", operations=(("train",), ("new_optimizer",), ("train",))
-        ),
+        stacked("clipped", "clip, clip"),
+        stacked("optimizer's hooks", "step_with_hooks, step_with_hooks", adam=True),
+        stacked("optimizer built after a forward", "train, evaluate, reshard, new_optimizer, train"),
         # flags
-        replace(
-            stacked,
-            name="freezing",
-            operations=(("train",), ("freeze", "blocks.0"), ("train", 2), ("freeze", "blocks.0", True), ("train", 2)),
-        ),
-        replace(
-            stacked, name="freezing all", operations=(("freeze", ""), ("train",), ("freeze", "", True), ("train",))
-        ),
-        replace(
-            stacked,
-            name="freezing after forward",
-            operations=(
-                ("train",),
-                ("evaluate",),
-                ("freeze", "last"),
-                ("train",),
-                ("freeze", "last", True),
-                ("train",),
-            ),
-        ),
+        stacked("freezing", "train, freeze blocks.0, train 2, freeze blocks.0 True, train 2"),
+        stacked("freezing all", "freeze root, train, freeze root True, train"),
+        stacked("freezing after forward", "train, evaluate, freeze last, train, freeze last True, train"),
         # state, casts, writes
-        replace(
-            stacked,
-            name="loading",
-            operations=(("train",), ("load",), ("train",), ("evaluate",), ("load",), ("train",)),
-            adam=True,
-        ),
-        replace(
-            stacked,
-            name="loading by assignment",
-            operations=(("train",), ("load", True), ("new_optimizer",), ("train",)),
-        ),
-        replace(stacked, name="cast", operations=(("to", torch.float64), ("to", torch.float32), ("train",))),
-        replace(
-            stacked,
-            name="cast after a step",
-            operations=(("train",), ("to", torch.bfloat16), ("evaluate",), ("to", torch.float32), ("train",)),
-        ),
-        replace(stacked, name="writes", operations=(("train",), ("apply_",), ("train",))),
+        stacked("loading", "train, load, train, evaluate, load, train", adam=True),
+        stacked("loading by assignment", "train, load True, new_optimizer, train"),
+        stacked("cast", "to float64, to float32, train"),
+        stacked("writes", "train, apply_, train"),
         # exceptions
-        replace(
-            stacked,
-            name="exception in forward",
-            operations=(("raise_in_forward", "blocks.1"), ("train",), ("raise_in_forward", "last"), ("train",)),
-        ),
-        replace(
-            stacked,
-            name="exception in forward raf=False",
-            operations=(("train",), ("raise_in_forward", "last"), ("train",)),
-            units=units(*BLOCKS, "", reshard_after_forward=False),
-        ),
-        replace(
-            stacked,
-            name="exception in forward without a reset",
-            operations=(("train",), ("raise_in_forward", "blocks.1", False), ("train",)),
-        ),
-        replace(
-            stacked,
-            name="exception in backward",
-            operations=(("raise_in_backward", "blocks.0"), ("train",), ("raise_in_backward", "first"), ("train",)),
-        ),
-        replace(
-            stacked,
-            name="exception in backward without a reset",
-            operations=(("train",), ("raise_in_backward", "blocks.0", False), ("train",)),
-        ),
+        stacked("exception in forward", "raise_in_forward blocks.1, train, raise_in_forward last, train"),
+        stacked("exception in forward without a reset", "train, raise_in_forward blocks.1 False, train"),
+        stacked("exception in backward", "raise_in_backward blocks.0, train, raise_in_backward first, train"),
+        stacked("exception in backward without a reset", "train, raise_in_backward blocks.0 False, train"),
         # policies
-        *(
-            replace(p, name=f"{p.name} {name}", units=units(*BLOCKS, "", mp_policy=policy))
-            for name, policy in {
-                "bf16": BF16,
-                "bf16, reduced in fp32": REDUCED,
-                "bf16, cast": CAST,
-                "reduced in bf16": ONLY_REDUCED,
-            }.items()
-            for p in (stacked, replace(formed, operations=(("train", 2), ("accumulate",), ("evaluate",))))
+        stacked("stack bf16", units=units(*BLOCKS, "", mp_policy=BF16)),
+        stacked("stack bf16, reduced in fp32", units=units(*BLOCKS, "", mp_policy=REDUCED)),
+        formed("transformer bf16, cast", "train 2, accumulate, evaluate", units(*BLOCKS, "", mp_policy=CAST)),
+        formed(
+            "transformer reduced in bf16", "train 2, accumulate, evaluate", units(*BLOCKS, "", mp_policy=ONLY_REDUCED)
         ),
-        replace(
-            formed,
-            name="transformer bf16, head outside",
-            units=units(*BLOCKS, "", mp_policy=REDUCED),
-            operations=(("head_outside",), ("train",)),
+        formed("transformer bf16, head outside", "head_outside, train", units(*BLOCKS, "", mp_policy=REDUCED)),
+        stacked("offload", units=units(*BLOCKS, "", offload_policy=OFFLOAD)),
+        stacked("part by itself", "train_part blocks.0, train"),
+        stacked("children only", units=units(*BLOCKS)),
+    ]
+
+
+def composable_by_command() -> list[Program]:
+    """Settings and operations of other programs in another combination, which random programs have, too."""
+    return [
+        stacked("one unit raf=True", units=units("", reshard_after_forward=True)),
+        stacked("without module hooks", hooks=False),
+        stacked("adam", adam=True),
+        stacked(
+            "five blocks", "train 2", units(*BLOCKS, "blocks.2", "blocks.3", "blocks.4", ""), model=lambda: Stack(5)
         ),
-        replace(stacked, name="offload", units=units(*BLOCKS, "", offload_policy=OFFLOAD)),
-        replace(
-            stacked,
-            name="offload raf=False",
-            units=units(*BLOCKS, "", offload_policy=OFFLOAD, reshard_after_forward=False),
+        stacked(
+            "mlp, one unit per two layers",
+            units=units(("layers.0", "layers.1"), "layers.2", ""),
+            model=lambda: Mlp(6, 7, 3, 5),
         ),
-        replace(stacked, name="part by itself", operations=(("train_part", "blocks.0"), ("train",))),
-        replace(stacked, name="part after the whole", operations=(("train",), ("train_part", "blocks.0"), ("train",))),
-        replace(stacked, name="children only", units=units(*BLOCKS)),
+        stacked("frozen raf=False", units=units(*BLOCKS, "blocks.2", "", reshard_after_forward=False), model=Frozen),
+        formed("transformer raf=False", units=KEPT),
+        formed(
+            "group raf=False",
+            units=(*units(*BLOCKS), *units(("norm", "head"), reshard_after_forward=False), *units("")),
+        ),
+        formed("group with the embedding", units=units(*BLOCKS, ("embedding", "norm", "head"), "")),
+        formed("blocks run twice raf=False", units=KEPT, model=transformer(repeat=2)),
+        formed("noted inside raf=False", "noted_inside", KEPT),
+        formed("head outside by weight", "head_outside True, head_outside True, train"),
+        formed(
+            "head outside, unit raf=False",
+            "head_outside, head_outside, train",
+            (*units(*BLOCKS), *units("head", reshard_after_forward=False), *units("")),
+        ),
+        formed("chunked head, group", "chunked_head, chunked_head, train", units(*BLOCKS, ("norm", "head"), "")),
+        formed("frozen inside, first step", "freeze_inside blocks.1 embedding, train 2"),
+        formed("backward inside raf=False", "backward_inside, train", KEPT, hooks=False),
+        stacked(
+            "branches in a group raf=False",
+            "use left, train 2, use both, train",
+            (*units(("left", "right"), reshard_after_forward=False), *units("")),
+            model=Branches,
+        ),
+        stacked("two forwards raf=False", "two_forwards, train", KEPT),
+        stacked("accumulation raf=False", "accumulate, train", KEPT),
+        formed("kept transformer, checkpointed, reentrant=False", "train 2", KEPT, attributes={"checkpointed": False}),
+        formed("kept transformer, checkpointed, reentrant=True", "train 2", KEPT, attributes={"checkpointed": True}),
+        stacked("setting of a block changed", "train, reshard_after_forward False blocks.0, train 2, evaluate, save"),
+        stacked("optimizer built after a backward", "train, new_optimizer, train"),
+        stacked("cast after a step", "train, to bfloat16, evaluate, to float32, train"),
+        stacked("exception in forward raf=False", "train, raise_in_forward last, train", KEPT),
+        formed("transformer bf16", "train 2, accumulate, evaluate", units(*BLOCKS, "", mp_policy=BF16)),
+        formed(
+            "transformer bf16, reduced in fp32", "train 2, accumulate, evaluate", units(*BLOCKS, "", mp_policy=REDUCED)
+        ),
+        stacked("stack bf16, cast", units=units(*BLOCKS, "", mp_policy=CAST)),
+        stacked("stack reduced in bf16", units=units(*BLOCKS, "", mp_policy=ONLY_REDUCED)),
+        stacked("offload raf=False", units=units(*BLOCKS, "", offload_policy=OFFLOAD, reshard_after_forward=False)),
+        stacked("part after the whole", "train, train_part blocks.0, train"),
     ]
 
 
 def wrappers() -> list[Program]:
     """Programs with ``FullyShardedDataParallel``."""
+
+    def made(
+        name: str,
+        text: str = "train, evaluate, train",
+        *,
+        orig: bool = True,
+        model: Any = stack,
+        paths: tuple[str, ...] = (*BLOCKS, ""),
+        **settings: Any,
+    ) -> Program:
+        chosen = units(*paths, use_orig_params=orig, **settings)
+        return Program(name, model, chosen, operations(text), wrapper=True)
+
     found = []
     for orig in (True, False):
-        by_unit = units(*BLOCKS, "", use_orig_params=orig)
-        stacked = Program(f"wrapper {orig}", stack, by_unit, (("train",), ("evaluate",), ("train",)), wrapper=True)
-        formed = replace(stacked, name=f"wrapped transformer {orig}", model=transformer())
+        of = f"wrapper {orig}"
+        bf16 = ("MixedPrecision", {"param_dtype": torch.bfloat16})
         found += [
-            stacked,
-            formed,
-            replace(stacked, name=f"wrapper {orig}, one unit", units=units("", use_orig_params=orig)),
-            replace(
-                stacked,
-                name=f"wrapper {orig}, SHARD_GRAD_OP",
-                units=units(*BLOCKS, "", use_orig_params=orig, sharding_strategy=("ShardingStrategy", "SHARD_GRAD_OP")),
-            ),
-            replace(
-                stacked,
-                name=f"wrapper {orig}, NO_SHARD",
-                units=units(*BLOCKS, "", use_orig_params=orig, sharding_strategy=("ShardingStrategy", "NO_SHARD")),
-            ),
-            replace(
-                stacked,
-                name=f"wrapper {orig}, bf16",
-                units=units(
-                    *BLOCKS,
-                    "",
-                    use_orig_params=orig,
-                    mixed_precision=("MixedPrecision", {"param_dtype": torch.bfloat16}),
-                ),
-            ),
-            replace(stacked, name=f"wrapper {orig}, accumulation", operations=(("accumulate",), ("train",))),
-            replace(
-                stacked,
-                name=f"wrapper {orig}, saved",
-                operations=(("train",), ("save",), ("train",), ("load",), ("train",)),
-            ),
-            replace(
-                stacked, name=f"wrapper {orig}, summoned", operations=(("summon",), ("train",), ("summon",), ("train",))
-            ),
-            replace(stacked, name=f"wrapper {orig}, clipped", operations=(("clip",), ("clip",))),
-            replace(formed, name=f"wrapper {orig}, head outside", operations=(("head_outside",), ("train",))),
-            replace(formed, name=f"wrapper {orig}, tied", model=transformer(tied=True)),
-            replace(stacked, name=f"wrapper {orig}, two forwards", operations=(("two_forwards",), ("train",))),
-            replace(stacked, name=f"wrapper {orig}, gradients of inputs", operations=(("input_gradient",), ("train",))),
+            made(of, orig=orig),
+            made(f"wrapped transformer {orig}", model=Transformer, orig=orig),
+            made(f"{of}, one unit", paths=("",), orig=orig),
+            made(f"{of}, SHARD_GRAD_OP", sharding_strategy=("ShardingStrategy", "SHARD_GRAD_OP"), orig=orig),
+            made(f"{of}, NO_SHARD", sharding_strategy=("ShardingStrategy", "NO_SHARD"), orig=orig),
+            made(f"{of}, bf16", mixed_precision=bf16, orig=orig),
+            made(f"{of}, accumulation", "accumulate, train", orig=orig),
+            made(f"{of}, saved", "train, save, train, load, train", orig=orig),
+            made(f"{of}, summoned", "summon, train, summon, train", orig=orig),
+            made(f"{of}, clipped", "clip, clip", orig=orig),
+            made(f"{of}, head outside", "head_outside, train", model=Transformer, orig=orig),
+            made(f"{of}, tied", model=transformer(tied=True), orig=orig),
+            made(f"{of}, two forwards", "two_forwards, train", orig=orig),
+            made(f"{of}, gradients of inputs", "input_gradient, train", orig=orig),
         ]
-    frozen = Program(
-        "wrapper, frozen",
-        Frozen,
-        units("blocks.0", "blocks.1", "blocks.2", "", use_orig_params=True),
-        SHORT,
-        wrapper=True,
-    )
+    frozen = made("wrapper, frozen", "train 2", model=Frozen, paths=(*BLOCKS, "blocks.2", ""))
     return [*found, frozen, replace(found[0], name="wrapper, checkpointed", attributes={"checkpointed": False})]
 
 
-PROGRAMS = {program.name: program for program in (*composable(), *wrappers())}
-
-# Settings and operations of other programs in another combination, which random programs have, too.
-ONLY_BY_COMMAND = {
-    "one unit raf=True",
-    "five blocks",
-    "frozen raf=False",
-    "mlp, one unit per two layers",
-    "without module hooks",
-    "adam",
-    "transformer raf=False",
-    "group raf=False",
-    "group with the embedding",
-    "blocks run twice raf=False",
-    "noted inside raf=False",
-    "head outside by weight",
-    "head outside, unit raf=False",
-    "chunked head, group",
-    "frozen inside, first step",
-    "backward inside raf=False",
-    "branches in a group raf=False",
-    "two forwards raf=False",
-    "accumulation raf=False",
-    "kept transformer, checkpointed, reentrant=False",
-    "kept transformer, checkpointed, reentrant=True",
-    "setting of a block changed",
-    "optimizer built after a backward",
-    "cast after a step",
-    "exception in forward raf=False",
-    "stack bf16, cast",
-    "transformer bf16",
-    "stack reduced in bf16",
-    "transformer bf16, reduced in fp32",
-    "offload raf=False",
-    "part after the whole",
+WRAPPERS_BY_COMMAND = {
     "wrapped transformer True",
     "wrapper False, one unit",
     "wrapper True, SHARD_GRAD_OP",
@@ -733,5 +447,5 @@ ONLY_BY_COMMAND = {
     "wrapper False, two forwards",
     "wrapper True, gradients of inputs",
 }
-SUITE = {name: program for name, program in PROGRAMS.items() if name not in ONLY_BY_COMMAND}
-assert PROGRAMS.keys() >= ONLY_BY_COMMAND, "each of these is the name of a program"
+SUITE = {each.name: each for each in (*composable(), *wrappers()) if each.name not in WRAPPERS_BY_COMMAND}
+PROGRAMS = {each.name: each for each in (*composable(), *composable_by_command(), *wrappers())}

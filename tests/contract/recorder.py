@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
+from compare import fqn_of
 
 RTOL, LOW_RTOL = 1e-4, 3e-2  # of the largest element: sums are in another order
 
@@ -57,13 +56,6 @@ class Point:
     where: str
     seen: dict[str, Properties] = field(default_factory=dict)
     in_backward: bool = False
-
-
-def fqn_of(name: str) -> str:
-    """A parameter's name as it was before wrapping."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def kind_of(tensor: object) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from models import batch
 from ranks import Rank, on_ranks
 from ranks.device import EMULATED, device_type
 
@@ -33,6 +35,19 @@ def fake_mesh(rank: Rank, size: int) -> Iterator[DeviceMesh]:
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size)
     yield init_device_mesh(rank.device.type, (size,))
     dist.destroy_process_group()
+
+
+def data(rank: Rank, step: int, *shape: int) -> torch.Tensor:
+    """``models.batch`` of this rank, on its device; the same numbers whatever the device."""
+    with torch.device("cpu"):
+        return batch(rank.rank, step, *shape).to(rank.device)
+
+
+def built(make: Callable[..., nn.Module], *arguments: Any, device: torch.device | str = "cpu") -> Any:
+    """What ``make`` makes on the CPU, with the same values on all ranks and devices, moved to ``device``."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        return make(*arguments).to(device)
 
 
 def keep_busy(device: torch.device, seconds: float) -> None:

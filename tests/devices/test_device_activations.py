@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import on_device, peak_above
+from on_device import built, data, on_device, peak_above
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from front_ends import wrapped
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fullshard.activation_checkpoint import checkpoint_wrapper, offload_activations
 from fullshard.activation_offload import Activation, ActivationOffload
 from fullshard.comm import record
@@ -48,9 +43,7 @@ class Block(nn.Module):
 
 
 def build(checkpoints: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        return nn.Sequential(*(Block(checkpoints) for _ in range(BLOCKS)))
+    return built(lambda: nn.Sequential(*(Block(checkpoints) for _ in range(BLOCKS))))
 
 
 def sharded(rank: Rank, model: nn.Sequential | None = None, **options: Any) -> Any:
@@ -62,8 +55,7 @@ def sharded(rank: Rank, model: nn.Sequential | None = None, **options: Any) -> A
 
 
 def batch(rank: Rank, step: int) -> torch.Tensor:
-    made = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank.rank), device="cpu")
-    return made.to(rank.device)
+    return data(rank, step, ROWS, WIDTH)
 
 
 def losses_of(rank: Rank, model: Any, steps: int = 3, microbatches: int = 1) -> list[torch.Tensor]:
@@ -86,17 +78,17 @@ def losses_of(rank: Rank, model: Any, steps: int = 3, microbatches: int = 1) -> 
 
 @on_device(2)
 def test_losses_are_the_same_bit_for_bit(rank: Rank) -> None:
-    """Of ten steps, in fp32 and mixed precision, with microbatches, checkpoints, offloaded parameters, and the wrapper.
+    """In fp32 and mixed precision, with microbatches, checkpoints, offloaded parameters, and the wrapper.
 
     The collectives are the same ones.
     """
-    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    bf16, policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32), ModuleWrapPolicy({Block})
     for make, fraction, steps, microbatches in (
-        (lambda: sharded(rank), 1.0, 10, 1),
-        (lambda: sharded(rank, mp_policy=bf16), 0.5, 10, 2),
+        (lambda: sharded(rank), 1.0, 5, 1),
+        (lambda: sharded(rank, mp_policy=bf16), 0.5, 5, 2),
         (lambda: sharded(rank, build(checkpoints=True)), 1.0, 2, 1),
         (lambda: sharded(rank, offload_policy=CPUOffloadPolicy(fraction=0.5)), 1.0, 2, 1),
-        (lambda: wrapped(rank), 1.0, 2, 1),
+        (lambda: wrapped(build().to(rank.device), rank, auto_wrap_policy=policy), 1.0, 2, 1),
     ):
         results = []
         for share in (0.0, fraction):
@@ -108,11 +100,6 @@ def test_losses_are_the_same_bit_for_bit(rank: Rank) -> None:
             results.append((losses, [(c.kind, c.dtype, c.unit) for c in seen]))
         assert all(map(torch.equal, results[0][0], results[1][0]))
         assert results[0][1] == results[1][1]
-
-
-def wrapped(rank: Rank) -> Any:
-    policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(build().to(rank.device), device_mesh=rank.mesh, auto_wrap_policy=policy)
 
 
 @on_device(4)
@@ -161,24 +148,11 @@ def test_graphs_in_other_ways(rank: Rank) -> None:
 def test_writes_to_saved_tensors_are_errors(rank: Rank) -> None:
     """As without offloading: of a tensor that is on its way to the host, and of one that stays on the device."""
 
-    class Writes(nn.Module):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-            self.number = number
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for number, block in enumerate(self.blocks):
-                x = block(x)
-                if number == self.number:
-                    x.mul_(0.5)
-            return x
-
     for number in range(4):
-        model = Writes(number).to(rank.device)
-        for block in (*model.blocks, model):
-            fully_shard(block, mesh=rank.mesh)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        sharded(rank, model)
         offload_activations(model, **SMALL)
+        model[number].register_forward_hook(lambda module, arguments, output: output.mul_(0.5))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(batch(rank, 0)).mean().backward()
     forget_races(rank.device)  # the writes come while the copies run
@@ -273,16 +247,14 @@ def test_memory_that_is_freed_in_place_is_no_activation(rank: Rank) -> None:
             return self.back(self.ignored(x) * self.scale)
 
     def gradients(fraction: float) -> tuple[list[torch.Tensor], list[int]]:
-        torch.manual_seed(0)
-        with torch.device("cpu"):
-            helper = nn.Linear(WIDTH, WIDTH, bias=False)
-            model = nn.Sequential(Calls([helper]), Calls([]), Calls([]))
+        helper = built(nn.Linear, WIDTH, WIDTH, False)
+        model = built(lambda: nn.Sequential(Calls([helper]), Calls([]), Calls([])))
         ignored = {block.ignored.weight for block in model}
         fully_shard(helper, mesh=rank.mesh)
         for module in (*model, model):
             fully_shard(module, mesh=rank.mesh, ignored_params=ignored)
-        helper.to(rank.device)
-        model.to(rank.device)
+        for each in (helper, model):
+            each.to(rank.device)
         offload_activations(model, fraction, min_bytes=1)
         for _ in range(2):
             with copies() as seen:

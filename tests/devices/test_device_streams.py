@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from on_device import on_device
+from on_device import built, on_device
 from torch import nn
 
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -38,25 +36,14 @@ class Forked(nn.Module):
         branch.record_stream(current)
         return self.last(branch + beside[: x.shape[0]])
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Forked:
-        twin = Forked(self.side.device)
-        twin.load_state_dict(copy.deepcopy(self.state_dict()))
-        return twin.to(self.side.device)
-
-
-def forked(rank: Rank) -> tuple[Forked, Forked]:
-    torch.manual_seed(0)
-    model = Forked(rank.device).to(rank.device)
-    reference = copy.deepcopy(model).to(torch.bfloat16)
-    for child in (*model.children(), model):
-        fully_shard(child, mesh=rank.mesh, mp_policy=BF16)
-    return model, reference
-
 
 @on_device(1, 2)
 def test_a_unit_on_another_stream(rank: Rank) -> None:
-    """Its parameters are freed when that stream has read them, not when the stream that gathered them comes by."""
-    model, reference = forked(rank)
+    """Its parameters are freed when that stream has read them, not when the stream of their all-gather comes by."""
+    model, reference = (built(Forked, rank.device, device=rank.device) for _ in range(2))
+    reference.bfloat16()
+    for child in (*model.children(), model):
+        fully_shard(child, mesh=rank.mesh, mp_policy=BF16)
     x = torch.randn(8, WIDTH)
     for _ in range(4):
         with torch.no_grad():

@@ -183,36 +183,6 @@ def test_results_are_those_of_the_cpu(rank: Rank, group: Callable[[], Iterable[C
             compare(case, exact=group is not composites)
 
 
-def trained(device: str, make: Callable[[Any], torch.optim.Optimizer], sparse: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        model: nn.Module = nn.Embedding(5, 4, sparse=True) if sparse else nn.Linear(4, 4)
-    with torch.device(device):  # Adagrad makes its state with full_like, which heeds this
-        model, batch = model.to(device), torch.tensor([1, 1, 3]) if sparse else torch.ones(2, 4)
-        optimizer = make(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(batch).square().sum().backward()
-            optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
-@on_emulated(1)
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("AdamW", "foreach"), ("AdamW", "fused"), ("SGD", "foreach"), ("Adagrad", "fused"), ("SparseAdam", "sparse")],
-)
-def test_optimizers(rank: Rank, kind: str, how: str) -> None:
-    """Foreach and fused optimizers, and those of sparse gradients, step as on the CPU."""
-    options = {} if how == "sparse" else {how: True}
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return getattr(torch.optim, kind)(parameters, lr=0.1, **options)
-
-    for ours, theirs in zip(*(trained(device, make, how == "sparse") for device in ("emulated", "cpu")), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @on_emulated(1)
 def test_autocast(rank: Rank) -> None:
     """Autocast lowers products, keeps sums and losses in fp32 and widens to the widest input."""
@@ -232,26 +202,3 @@ def test_autocast(rank: Rank) -> None:
     scaler.scale(model(value).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-
-
-@on_emulated(1)
-def test_compiled(rank: Rank) -> None:
-    """A block with attention compiles without Inductor, and gives what it gives uncompiled."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.norm = nn.Linear(8, 24, device="cpu"), nn.LayerNorm(8, device="cpu")
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.inner(self.norm(value)).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-            return value + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 5, 8)
-
-    compare((lambda m, x: torch.compile(m, backend="aot_eager")(x), Block(), leaf(2, 5, 8)), exact=False)
-
-
-@on_emulated(1)
-def test_refused_layouts(rank: Rank) -> None:
-    """Layouts that the device does not have are refused by name."""
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)sparse"):
-        torch.eye(3).to_sparse_csr() + 1

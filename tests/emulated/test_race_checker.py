@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 
-import pytest
 import torch
 from accelerator_tools import expect_races, on_emulated, settled
 
+from pairwise import each_value
 from ranks import Rank
 
 Access = Callable[[torch.Tensor], object]
 ACCESSES: dict[str, Access] = {"read": lambda value: value + 0, "write": lambda value: value.fill_(1)}
 
 
-def conflict(first: str, second: str) -> set[str]:
-    return set() if first == second == "read" else {f"{second} after {first}"}
-
-
 @on_emulated(1)
-@pytest.mark.parametrize("first", ACCESSES)
-@pytest.mark.parametrize("second", ACCESSES)
-def test_unordered_accesses(rank: Rank, first: str, second: str) -> None:
+def test_unordered_accesses(rank: Rank) -> None:
     """Two streams that touch the same bytes race, unless both only read; the report has the lines of both."""
     from accelerator.races import take_races
 
-    value, other = torch.ones(8), torch.Stream(rank.device)
-    settled()
-    ACCESSES[first](value)
-    with other:
-        kept = ACCESSES[second](value)
-    found = [race for race in take_races() if race.kind != "reuse of freed memory"]
-    assert {race.kind for race in found} == conflict(first, second)
-    for race in found:
-        assert race.nbytes == 32
-        assert "test_unordered_accesses" in race.first.stack
-        assert "test_unordered_accesses" in race.second.stack
-        assert race.first.where != race.second.where
-        assert str(race).count("aten::") == 2
-    settled()
-    del kept
+    for first, second in itertools.product(ACCESSES, ACCESSES):
+        value, other = torch.ones(8), torch.Stream(rank.device)
+        settled()
+        ACCESSES[first](value)
+        with other:
+            kept = ACCESSES[second](value)
+        found = [race for race in take_races() if race.kind != "reuse of freed memory"]
+        assert {race.kind for race in found} == (set() if first == second == "read" else {f"{second} after {first}"})
+        for race in found:
+            assert race.nbytes == 32
+            assert all("test_unordered_accesses" in access.stack for access in (race.first, race.second))
+            assert race.first.where != race.second.where
+            assert str(race).count("aten::") == 2
+        settled()
+        del kept
 
 
 def recorded(stream: torch.Stream) -> torch.Event:
@@ -71,8 +67,7 @@ ORDERINGS: dict[str, Callable[[torch.Stream, torch.Stream], object]] = {
 
 
 @on_emulated(1)
-@pytest.mark.parametrize("order", ORDERINGS)
-@pytest.mark.parametrize("first", ACCESSES)
+@each_value(order=ORDERINGS, first=ACCESSES)
 def test_orderings(rank: Rank, order: str, first: str) -> None:
     """Events, streams that wait, and the host that waits order what came before; what comes later still races."""
     value, before, after = torch.ones(8), torch.Stream(rank.device), torch.Stream(rank.device)
@@ -93,8 +88,6 @@ def test_orderings(rank: Rank, order: str, first: str) -> None:
 @on_emulated(1)
 def test_one_stream_is_in_order(rank: Rank) -> None:
     """Accesses on one stream never race, whatever thread they come from."""
-    import threading
-
     value, stream = torch.ones(8), torch.Stream(rank.device)
     settled()
 
@@ -251,18 +244,16 @@ CAPTURED: dict[str, tuple[Callable[[torch.Stream, torch.Event, torch.Tensor], ob
 
 
 @on_emulated(1)
-@pytest.mark.parametrize("what", CAPTURED)
-def test_capture(rank: Rank, what: str) -> None:
+def test_capture(rank: Rank) -> None:
     """A capture finds each thing that CUDA forbids during one, and nothing else."""
     from accelerator.races import capture
 
-    body, error = CAPTURED[what]
-    value, other = torch.ones(8), torch.Stream(rank.device)
-    event = recorded(torch.accelerator.current_stream())
-    settled()
-    with torch.Stream(rank.device), capture() as errors:
-        body(other, event, value)
-    found = [access.what for access in errors]
-    assert all(error in what for what in found)
-    assert bool(found) == bool(error)
-    settled()
+    for name, (body, error) in CAPTURED.items():
+        value, other = torch.ones(8), torch.Stream(rank.device)
+        event = recorded(torch.accelerator.current_stream())
+        settled()
+        with torch.Stream(rank.device), capture() as errors:
+            body(other, event, value)
+        found = [access.what for access in errors]
+        assert all(error in what for what in found) and bool(found) == bool(error), (name, found)
+        settled()

@@ -8,7 +8,6 @@ suite runs some (``test_fuzz.py``). Everything follows from one integer:
 - ``models.py``      the modules of a plan (which return their tensors in ``tests/containers.py``); ``losses.py``
 - ``sharding.py``    the sharded model, by all front ends and on all meshes; ``optimizers.py``
 - ``reference.py``   the unsharded one, which sees the batches of all ranks
-- ``operations.py``  what can be done to both
-- ``histories.py``   does it, and compares, by ``comparison.py``
+- ``histories.py``   both models, compared by ``comparison.py``; ``operations.py``: what can be done to both
 - ``running.py``     a history on the rank pool; ``shrink.py``: the smallest with the same failure
 """

@@ -1,24 +1,27 @@
-"""A history: a sharded and an unsharded model, to which the same is done; both are compared after every operation."""
+"""A history: a sharded and an unsharded model, to which the same is done; both are compared after every operation.
+
+What can be done to them is added in ``fuzz.operations``.
+"""
 
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import FSDPModule
+from compare import fqn_of
+from fullshard import FullyShardedDataParallel
 from fuzz.comparison import Pair, Tolerance, difference, differences, flat_groups, left_unsharded, pairs
 from fuzz.losses import Loss
 from fuzz.models import build
-from fuzz.operations import Operations
 from fuzz.optimizers import optimizers
 from fuzz.plan import HistoryPlan, Operation, every_block
 from fuzz.reference import Reference, Side
-from fuzz.sharding import message_sizes, shard
+from fuzz.sharding import shard
 from ranks import Rank
 
 # fp64 rounding, after some steps. With fp32 parameters everything is as exact as these.
@@ -46,7 +49,7 @@ class DifferenceFound(AssertionError):  # noqa: N818 - reads as what happened
         super().__init__(f"{where}\n{found}\n--- history ---\n{plan.describe()}")
 
 
-class History(Operations):
+class History:
     """Both models and their optimizers.
 
     Args:
@@ -54,18 +57,14 @@ class History(Operations):
         plan: Of what is made and done.
     """
 
-    rank: Rank
-    plan: HistoryPlan
-    ours: Side
+    ours: Any
     theirs: Reference
-    optimizers: tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]
     pairs: list[Pair]
-    tolerance: Tolerance
-    dangling: bool  # whether a forward was run whose backward has not come, so that units may be unsharded
-    _found: list[str]
 
     def __init__(self, rank: Rank, plan: HistoryPlan) -> None:
-        self.rank, self.plan, self.dangling, self._found = rank, plan, False, []
+        self.rank, self.plan = rank, plan
+        self._found: list[str] = []
+        self.dangling = False  # whether a forward was run whose backward has not come, so that units may be unsharded
         front_end = plan.front_end
         root = build(plan.model, plan.seed)
         self.theirs = Reference(build(plan.model, plan.seed), rank.world_size)
@@ -117,8 +116,7 @@ class History(Operations):
 
     def _compare(self, index: int) -> None:
         found, self._found = self._found, []
-        if isinstance(self.ours.model, nn.Module):
-            list(self.ours.model.parameters())  # as a user who looks: what a failure has left is cleared away
+        list(self.ours.model.parameters())  # as a user who looks: what a failure has left is cleared away
         found += differences(self.pairs, self.tolerance)
         if not self._may_stay_unsharded:
             found += left_unsharded(self.ours.model)
@@ -134,7 +132,9 @@ class History(Operations):
 
     def _start_from_same(self) -> None:
         """Both have the sharded model's values and no gradients: rounding errors do not add up."""
-        values = self.full_values()
+        with FullyShardedDataParallel.summon_full_params(self.ours.model, writeback=False):
+            named = self.ours.model.named_parameters(remove_duplicate=False)
+            values = {fqn_of(name): parameter.detach().clone() for name, parameter in named}
         with torch.no_grad():
             for name, parameter in self.theirs.model.named_parameters():
                 parameter.copy_(values[name])
@@ -148,13 +148,18 @@ class History(Operations):
 
         def work(side: Side, rank: int) -> torch.Tensor:
             value = loss(side, rank)
-            for index in range(times if value.requires_grad else 0):
-                value.backward(retain_graph=index + 1 < times)
-            self.dangling &= not value.requires_grad
+            for index in range(times):
+                self.run_backward(value, retain_graph=index + 1 < times)
             return value.detach()
 
-        mine = work(self.ours, self.rank.rank)
-        self.expect_average(mine, work)
+        self.expect_average(work(self.ours, self.rank.rank), work)
+
+    def run_backward(self, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Of one model, if the value has a graph; the value."""
+        if value.requires_grad:
+            value.backward(**options)
+            self.dangling = False
+        return value.detach()
 
     def expect_average(self, mine: torch.Tensor, work: Callable[[Side, int], torch.Tensor]) -> None:
         """Have the reference do the same for all ranks, and compare what came out on this one."""
@@ -180,19 +185,3 @@ class History(Operations):
         """The gradients of both sides."""
         for side in (self.ours, self.theirs):
             side.model.zero_grad(set_to_none=to_none)
-
-    def set_sync(self, name: str, enable: bool) -> None:
-        """Call a setter of ``fully_shard``'s modules, which says whether gradients are reduced."""
-        assert isinstance(self.ours.model, FSDPModule)
-        getattr(self.ours.model, name)(enable)
-
-
-def live(rank: Rank, plan: HistoryPlan) -> None:
-    """Make a history and live it. See :meth:`History.live`."""
-    with message_sizes(plan.front_end), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch says about checkpoints without inputs, and the like
-        try:
-            history = History(rank, plan)
-        except Exception as error:
-            raise DifferenceFound(plan, -1, f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from None
-        history.live()

@@ -1,4 +1,4 @@
-"""What can be done to both models of a history. Each method is an operation; its arguments come from the plan."""
+"""What can be done to both models of a history: each public method is an operation, with arguments from the plan."""
 
 from __future__ import annotations
 
@@ -17,32 +17,15 @@ from containers import tensors_of
 from failing import OutOfMemoryAt
 from fullshard import FSDPModule, FullyShardedDataParallel, unsharded
 from fuzz.comparison import Tolerance
+from fuzz.histories import History
 from fuzz.losses import Loss
 from fuzz.models import Block, adapter
 from fuzz.reference import Reference, Side
 from fuzz.sharding import reshard_all, shard_added, sharded_modules
 
 
-class Operations:
-    """See the module docstring. What a history has is declared in ``fuzz.histories``."""
-
-    rank: Any
-    plan: Any
-    ours: Side
-    theirs: Reference
-    optimizers: Any
-    dangling: bool
-    tolerance: Any
-
-    backward: Any
-    expect: Any
-    expect_average: Any
-    step: Any
-    zero: Any
-    set_sync: Any
-    made_anew: Any
-    new_optimizers: Any
-    pairs: Any
+class Operations(History):
+    """See the module docstring."""
 
     # ---------------------------------------------------------------- steps
 
@@ -96,9 +79,7 @@ class Operations:
         def work(side: Side, rank: int) -> torch.Tensor:
             losses = [loss(side, rank, number) for number in range(len(order))]
             for number in order:
-                if losses[number].requires_grad:
-                    losses[number].backward()
-            self.dangling &= not any(value.requires_grad for value in losses)
+                self.run_backward(losses[number])
             return torch.stack([value.detach() for value in losses])
 
         self.expect_average(work(self.ours, self.rank.rank), work)
@@ -201,7 +182,7 @@ class Operations:
                     each.rank = rank
             value = tensors_of(module(x))[0].square().mean()
             if value.requires_grad:
-                value.backward()
+                value.backward()  # the root may stay unsharded
             return value.detach()
 
         self.expect_average(work(self.ours, self.rank.rank), work)
@@ -295,17 +276,8 @@ class Operations:
             value = loss(self.ours, self.rank.rank)
             if where == "between":
                 look()
-            if value.requires_grad:
-                value.backward()
-
-        def work(side: Side, rank: int) -> torch.Tensor:
-            theirs = loss(side, rank)
-            if theirs.requires_grad:
-                theirs.backward()
-            return theirs.detach()
-
-        self.dangling &= not value.requires_grad
-        self.expect_average(value.detach(), work)
+            self.run_backward(value)
+        self.expect_average(value.detach(), lambda side, rank: self.run_backward(loss(side, rank)))
         look()
         self.step()
         look()
@@ -329,12 +301,6 @@ class Operations:
                 if parameter.grad is not None and theirs.grad is not None:
                     self.expect(f"gradient of summoned {name}", parameter.grad, theirs.grad)
 
-    def full_values(self) -> dict[str, torch.Tensor]:
-        """All parameters of the sharded model, unsharded."""
-        with FullyShardedDataParallel.summon_full_params(self.ours.model, writeback=False):
-            named = self.ours.model.named_parameters(remove_duplicate=False)
-            return {fqn_of(name): parameter.detach().clone() for name, parameter in named}
-
     def freeze(self, loss: Loss, /, block: int = 0, trains: bool = False, **_: Any) -> None:
         """Change ``requires_grad`` of the parameters of a block."""
         for side in (self.ours, self.theirs):
@@ -348,10 +314,8 @@ class Operations:
 
     def copy(self, loss: Loss, /, **_: Any) -> None:
         """Go on with deep copies of both models, and new optimizers."""
-        made = copy.deepcopy(self.ours.model)
-        theirs = copy.deepcopy(self.theirs.model)
-        self.theirs = Reference(theirs, self.theirs.world_size)
-        self.made_anew(made)
+        self.theirs = Reference(copy.deepcopy(self.theirs.model), self.theirs.world_size)
+        self.made_anew(copy.deepcopy(self.ours.model))
         self.new_optimizers()
 
     def state_dict(self, loss: Loss, /, optimizer: bool = True, **_: Any) -> None:
@@ -393,18 +357,14 @@ class Operations:
         module = self._block(self.ours, block)
         if module is not None:
             with _failing(module, where), contextlib.suppress(OnPurposeError):
-                value = loss(self.ours, self.rank.rank)
-                if value.requires_grad:
-                    value.backward()
+                self.run_backward(loss(self.ours, self.rank.rank))
         self.zero(to_none=True)
         self.dangling = True
 
     def out_of_memory(self, loss: Loss, /, launches: int = 0, place: int = 0, **_: Any) -> None:
         """Memory runs out once, after the same launch on all ranks; then the step is tried again."""
         with contextlib.suppress(torch.OutOfMemoryError), OutOfMemoryAt(place, launches):
-            value = loss(self.ours, self.rank.rank)
-            if value.requires_grad:
-                value.backward()
+            self.run_backward(loss(self.ours, self.rank.rank))
         self.zero(to_none=True)
         self.dangling = True
         self.train(loss)
@@ -430,11 +390,12 @@ class Operations:
             with self.ours.model.no_sync():
                 yield
             return
-        self.set_sync(f"set_{name}", False)
+        set_sync = getattr(self.ours.model, f"set_{name}")
+        set_sync(False)
         try:
             yield
         finally:
-            self.set_sync(f"set_{name}", True)
+            set_sync(True)
 
 
 class OnPurposeError(Exception):

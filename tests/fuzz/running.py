@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import traceback
+import warnings
 from dataclasses import dataclass
 
-from fuzz.histories import NOTHING_HERE, DifferenceFound, live
+from fuzz.histories import NOTHING_HERE, DifferenceFound
+from fuzz.operations import Operations
 from fuzz.plan import HistoryPlan
+from fuzz.sharding import message_sizes
 from ranks import Rank, RankPool, RanksFailed
 
 TIMEOUT = 60.0
@@ -36,12 +40,18 @@ def live_and_tell(rank: Rank, plan: HistoryPlan) -> str:
     Raises:
         DifferenceFound: If not all ranks have come to the same difference: the world is of no further use.
     """
-    try:
-        live(rank, plan)
-    except DifferenceFound as difference:
-        if not difference.on_all:
-            raise
-        return str(difference)
+    with message_sizes(plan.front_end), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says about checkpoints without inputs, and the like
+        try:
+            history = Operations(rank, plan)
+        except Exception as error:
+            raise DifferenceFound(plan, -1, f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        try:
+            history.live()
+        except DifferenceFound as difference:
+            if not difference.on_all:
+                raise
+            return str(difference)
     return ""
 
 

@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from containers import CONTAINERS
 from fuzz.comparison import Tolerance, difference
 from fuzz.draw import WEIGHTS, draw
-from fuzz.histories import DifferenceFound, History, message_sizes
+from fuzz.histories import DifferenceFound, History
 from fuzz.losses import DOUBLE_BACKWARD, Loss
 from fuzz.models import KINDS
+from fuzz.operations import Operations
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
 from fuzz.running import Failure, run
+from fuzz.sharding import message_sizes
 from fuzz.shrink import shrink
 from ranks import Rank, RankPool, on_ranks
 
@@ -98,7 +100,7 @@ def test_differences_are_found(rank: Rank, number: int) -> None:
             continue
         plan = HistoryPlan(3, ModelPlan(tokens=True), front_end)
         with message_sizes(front_end):
-            history = History(rank, plan)
+            history = Operations(rank, plan)
             history.accumulate_gradients(Loss.of(plan, TRAIN))
             history._compare(-1)
             if rank.rank == 1 or change is leave_a_unit_unsharded:
@@ -174,11 +176,8 @@ def test_shrinking_keeps_what_fails() -> None:
 
         return run
 
-    plan = next(
-        plan
-        for plan in (draw(seed) for seed in range(1000))
-        if needs("views", "clip")(plan) and len(plan.model.blocks) > 2 and len(plan.operations) > 5
-    )
+    plans = (plan for plan in map(draw, range(1000)) if needs("views", "clip")(plan))
+    plan = next(plan for plan in plans if len(plan.model.blocks) > 2 and len(plan.operations) > 5)
     small = shrink(Failure(plan, "after operation 1: x(1)\nwrong"), needs("views", "clip")).plan
     assert [operation.name for operation in small.operations] == ["clip"]
     assert small.model == ModelPlan((BlockPlan("views"),))

@@ -98,28 +98,9 @@ def communication_hook(run: Run) -> None:
     run.model.register_comm_hook(state, reduce)
 
 
-def keep_after_backward(run: Run) -> None:
-    run.model.set_reshard_after_backward(False)
-
-
-def no_gather_in_backward(run: Run) -> None:
-    run.model[0].set_unshard_in_backward(False)
-
-
-def zeros_for_missing(run: Run) -> None:
-    run.model.set_reduce_scatter_unused_params(True)
-
-
-def two_reductions_in_flight(run: Run) -> None:
-    run.model.set_reduce_scatter_max_input_buffers(2)
-
-
-def prefetch_bytes(budget: int | None) -> Callable[[Run], None]:
-    return lambda run: run.model.set_prefetch_bytes(budget)
-
-
-def quantized(**axes: CommQuantization) -> Callable[[Run], None]:
-    return lambda run: run.model.set_comm_quantization(**axes)
+def setting(name: str, *values: Any, **named: Any) -> Callable[[Run], None]:
+    """Call ``set_NAME`` of the root."""
+    return lambda run: getattr(run.model, f"set_{name}")(*values, **named)
 
 
 C = Configuration
@@ -182,7 +163,13 @@ UNITS_AND_PARAMETERS = [
     C("frozen-biases", model=models.frozen_biases),
     C("wrapper-original-frozen-block", original(), model=models.frozen_block),
     C("missing-gradients", models.root_only, model=Branch, loss=models.by_rank),
-    C("missing-gradients-zeros", models.root_only, model=Branch, loss=models.by_rank, prepare=zeros_for_missing),
+    C(
+        "missing-gradients-zeros",
+        models.root_only,
+        model=Branch,
+        loss=models.by_rank,
+        prepare=setting("reduce_scatter_unused_params", True),
+    ),
     C("extension-frozen", model=models.adapters),
     C("extension-trainable", model=models.rounded),
     C("called-twice", loss=models.running(0, 1, 0, 2)),
@@ -195,14 +182,19 @@ RESHARDING_AND_PREFETCH = [
     C("reshard-true", by_parts(reshard_after_forward=True)),
     C("reshard-false", by_parts(reshard_after_forward=False)),
     C("reshard-to-2-of-4", by_parts(reshard_after_forward=2), world=4),
-    C("keep-after-backward", prepare=keep_after_backward),
-    C("no-gather-in-backward", model=models.embedding, loss=models.cross_entropy, prepare=no_gather_in_backward),
-    C("prefetch-none", prepare=prefetch_bytes(0)),
-    C("prefetch-large", prepare=prefetch_bytes(1 << 20)),
+    C("keep-after-backward", prepare=setting("reshard_after_backward", False)),
+    C(
+        "no-gather-in-backward",
+        model=models.embedding,
+        loss=models.cross_entropy,
+        prepare=lambda run: run.model[0].set_unshard_in_backward(False),
+    ),
+    C("prefetch-none", prepare=setting("prefetch_bytes", 0)),
+    C("prefetch-large", prepare=setting("prefetch_bytes", 1 << 20)),
     C("prefetch-listed", prepare=list_prefetches),
     C("wrapper-prefetch-after", original(backward_prefetch=Prefetch.BACKWARD_POST)),
     C("wrapper-prefetch-none", original(backward_prefetch=None)),
-    C("two-reductions-in-flight", prepare=two_reductions_in_flight),
+    C("two-reductions-in-flight", prepare=setting("reduce_scatter_max_input_buffers", 2)),
 ]
 
 CHECKPOINTING = [
@@ -214,8 +206,13 @@ CHECKPOINTING = [
 ]
 
 COMMUNICATION = [
-    C("quantized-int8", prepare=quantized(shard=INT8)),
-    C("quantized-int8-hsdp", by_parts(2, 2), world=4, prepare=quantized(shard=INT8, replicate=INT8_REPLICAS)),
+    C("quantized-int8", prepare=setting("comm_quantization", shard=INT8)),
+    C(
+        "quantized-int8-hsdp",
+        by_parts(2, 2),
+        world=4,
+        prepare=setting("comm_quantization", shard=INT8, replicate=INT8_REPLICAS),
+    ),
     C("own-collectives", prepare=own_collectives),
     C("all-reduce-hook", prepare=hook_gradients),
     C("wrapper-communication-hook", flat(), prepare=communication_hook),

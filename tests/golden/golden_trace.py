@@ -6,7 +6,6 @@ import difflib
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -27,32 +26,18 @@ class _Memory(NamedTuple):
     nbytes: int
 
 
-@dataclass
-class Step:
-    """The events of one step of training."""
-
-    number: int
-    events: list[Event | _Memory] = field(default_factory=list)
-
-
 class Trace:
-    """Collects the events of steps. What happens before the first step is left out.
-
-    Attributes:
-        steps: So far.
-    """
-
-    steps: list[Step]
+    """Collects the events of steps. What happens before the first step is left out."""
 
     def __init__(self) -> None:
-        self.steps = []
+        self.steps: list[list[Event | _Memory]] = []
 
-    def begin_step(self, number: int) -> None:
-        self.steps.append(Step(number))
+    def begin_step(self) -> None:
+        self.steps.append([])
 
     def end_step(self, labels: dict[int, str]) -> None:
         """Say what buffers were for, by the ids of these; those that no unit keeps are copies."""
-        events = self.steps[-1].events
+        events = self.steps[-1]
         for index, event in enumerate(events):
             if isinstance(event, _Memory):
                 what = labels.get(id(event.buffer), "copy")
@@ -63,18 +48,18 @@ class Trace:
 
     def event(self, kind: str, text: str) -> None:
         if self.steps:
-            self.steps[-1].events.append(Event(kind, text))
+            self.steps[-1].append(Event(kind, text))
 
     def memory(self, kind: str, buffer: object, nbytes: int) -> None:
         if self.steps:
-            self.steps[-1].events.append(_Memory(kind, buffer, nbytes))
+            self.steps[-1].append(_Memory(kind, buffer, nbytes))
 
     def collective(self, kind: str, parts: Sequence[str], ranks: Sequence[int]) -> None:
         """One launch. Equal parts that follow each other are written once."""
         if self.steps:
             groups = [(part, len(list(same))) for part, same in itertools.groupby(parts)]
             text = ", ".join(part if count == 1 else f"{part} x{count}" for part, count in groups)
-            self.steps[-1].events.append(Event(kind, text, _written(ranks)))
+            self.steps[-1].append(Event(kind, text, _written(ranks)))
 
     def append(self, text: str) -> None:
         """What models mark themselves: "backward NAME"."""
@@ -82,18 +67,17 @@ class Trace:
 
     def collectives(self) -> list[str]:
         """What was launched, without the ranks it went over: equal on all ranks."""
-        events = [event for step in self.steps for event in step.events if isinstance(event, Event)]
+        events = [event for step in self.steps for event in step if isinstance(event, Event)]
         return [f"{event.kind} {event.text}" for event in events if event.over]
 
     def text(self) -> str:
         """All steps; one that repeats another is a single line."""
         lines: list[str] = []
         known: dict[str, int] = {}
-        for step in self.steps:
-            own = [f"{e.text}:" if e.kind == "==" else str(e) for e in step.events if isinstance(e, Event)]
-            first = known.setdefault("\n".join(own), step.number)
-            heading = f"# step {step.number}"
-            lines += [heading, *own] if first == step.number else [f"{heading} as step {first}"]
+        for number, step in enumerate(self.steps, start=1):
+            own = [f"{e.text}:" if e.kind == "==" else str(e) for e in step if isinstance(e, Event)]
+            first = known.setdefault("\n".join(own), number)
+            lines += [f"# step {number}", *own] if first == number else [f"# step {number} as step {first}"]
         return "\n".join(lines) + "\n"
 
 

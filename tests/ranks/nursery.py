@@ -40,10 +40,6 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 class Nursery:
     """The nursery as pytest sees it. Its ranks compute on a type of device, and have imported ``preload``."""
 
-    process: subprocess.Popen[bytes]
-    _socket: socket.socket
-    _log: Path
-
     def __init__(self, directory: Path, device: str, preload: Sequence[str] = PRELOADED) -> None:
         self._socket, theirs = socket.socketpair()
         self._log = directory / f"nursery_{device}.log"
@@ -53,7 +49,7 @@ class Nursery:
         for library in ("OMP", "MKL", "OPENBLAS"):
             environment[f"{library}_NUM_THREADS"] = "1"
         with theirs, self._log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "ranks.nursery", str(theirs.fileno()), str(os.getpid()), *preload],
                 pass_fds=[theirs.fileno()],
                 env=environment,

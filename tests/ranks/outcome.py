@@ -7,14 +7,8 @@ from typing import Any, Literal
 
 # What a rank says when another one broke the collective. Such an outcome is shown after its likely causes.
 CONSEQUENCES = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "connection was closed",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "remote process exited",
+    *("connection closed", "connection reset", "connection refused", "connection was closed"),
+    *("timed out", "timeout", "broken pipe", "remote process exited"),
 )
 
 
@@ -85,9 +79,8 @@ class RanksFailed(AssertionError):  # noqa: N818 - reads as what happened, in a 
 
 def describe(what: str, outcomes: list[Outcome]) -> str:
     """All failures as text: causes by time, then ranks that hung, then consequences; equal reports once."""
-    failures = sorted(
-        (o for o in outcomes if o.failed), key=lambda o: (o.is_consequence, o.kind == "hung", o.when, o.rank)
-    )
+    failures = [outcome for outcome in outcomes if outcome.failed]
+    failures.sort(key=lambda each: (each.is_consequence, each.kind == "hung", each.when, each.rank))
     reports: dict[str, list[int]] = {}
     for failure in failures:
         echo = failure.is_consequence and not failures[0].is_consequence

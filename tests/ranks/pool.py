@@ -22,21 +22,12 @@ from ranks.worker import Job
 from ranks.world import World
 
 GRACE = 3.0  # after the first failure, for the other ranks to say what they make of it
-
-
 # Of a world, which is then replaced: each group of gloo that a body makes keeps threads that wake up now and then.
 MOST_JOBS = 200
 
 
 class RankPool:
     """Runs bodies on ranks. Worlds start when first needed and are replaced after a failure."""
-
-    _beside: RankPool | None  # whose nurseries this one uses
-    _directory: Path
-    _nurseries: dict[str, Nursery]  # by type of device
-    _preload: Sequence[str]
-    _worlds: dict[tuple[int, str], World]  # by size and type of device
-    _started: int  # worlds so far, to name their directories
 
     def __init__(self, beside: RankPool | None = None, preload: Sequence[str] = PRELOADED) -> None:
         """Make a pool. One ``beside`` another has worlds of its own, from the other's nurseries.
@@ -47,9 +38,9 @@ class RankPool:
         """
         self._beside, self._preload = beside, preload
         self._directory = Path(tempfile.mkdtemp(prefix="fullshard-ranks-"))
-        self._nurseries = {}
-        self._worlds = {}
-        self._started = 0
+        self._nurseries: dict[str, Nursery] = {}  # by type of device
+        self._worlds: dict[tuple[int, str], World] = {}  # by size and type of device
+        self._started = 0  # worlds so far, to name their directories
 
     def __call__(
         self,
@@ -67,12 +58,10 @@ class RankPool:
 
         Args:
             world: number of ranks.
-            body: function of a module (no closure, no lambda); it travels by name, all else by pickle.
+            body: function of a module (no closure, no lambda), which is sent by its name; all else is pickled.
             timeout: seconds after which a rank counts as hung.
-            fresh: run in a new world that is thrown away afterwards, for a body that leaves the process group
-                broken.
-            expect_failure: return one ``Outcome`` per rank instead, whatever it is, and let each rank run
-                until it finishes or ``timeout`` is over.
+            fresh: run in a new world that is thrown away afterwards, for a body that breaks the process group.
+            expect_failure: return one ``Outcome`` per rank, whatever it is, when all have finished or timed out.
             device_type: what the ranks compute on (see ``device.py``); FULLSHARD_TEST_DEVICE, or the CPU,
                 without it. The test is skipped where it cannot be had.
 

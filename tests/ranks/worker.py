@@ -41,7 +41,7 @@ DUMP_STACKS = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Job:
-    """One body to run. It travels by name: its module is loaded from the file, then ``arguments``."""
+    """One body to run, sent by its name: its module is loaded from the file, then ``arguments``."""
 
     module: str
     path: str

@@ -26,22 +26,15 @@ OWN_FRAMES = ("/ranks/worker.py", "/ranks/nursery.py", "<frozen runpy>")  # say 
 class World:
     """Ranks that have joined one process group and wait for jobs."""
 
-    size: int
-    pids: dict[int, int]  # by rank, of the ranks that have not been reaped
-    jobs: int  # that were run
-    _nursery: Nursery
-    _directory: Path
-    _connections: list[Connection]
-    _output_seen: list[int]  # per rank, the bytes of output that belong to earlier jobs
-
     def __init__(self, size: int, nursery: Nursery, directory: Path) -> None:
         directory.mkdir()
-        self.size, self.jobs = size, 0
+        self.size, self.jobs = size, 0  # that were run
         self._nursery, self._directory = nursery, directory
         pairs = [socket.socketpair() for _ in range(size)]
         self._connections = [Connection(ours.detach()) for ours, _ in pairs]
-        self._output_seen = [0] * size
-        self.pids = dict(enumerate(nursery.fork(directory, [theirs.fileno() for _, theirs in pairs])))
+        self._output_seen = [0] * size  # the bytes of output, by rank, that belong to earlier jobs
+        # By rank, of the ranks that have not been reaped.
+        self.pids: dict[int, int] = dict(enumerate(nursery.fork(directory, [theirs.fileno() for _, theirs in pairs])))
         for _, theirs in pairs:
             theirs.close()
         outcomes = self._collect(START_TIMEOUT, grace=None)
