@@ -23,8 +23,7 @@ class Glibc:
 
     def __init__(self, largest: int = 2**31) -> None:
         self.told: list[tuple[int, int]] = []
-        self.trims = 0
-        self._largest = largest
+        self.trims, self._largest = 0, largest
 
     def mallopt(self, parameter: int, value: int) -> int:
         """As in malloc.h: 1 if it was taken."""

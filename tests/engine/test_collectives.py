@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close as torch_assert_close
 
 from front_ends import (
@@ -19,10 +17,10 @@ from front_ends import (
     build,
     sharded_with_reference,
 )
-from fullshard import MixedPrecisionPolicy, fully_shard, replicate
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.ownership import nested_units
-from models import Branch, LossOf, Stack, batch, lane_log, reference_backward, square_loss, tiny_units, with_reference
+from models import LossOf, Stack, batch, lane_log, reference_backward, square_loss, tiny_units, with_reference
 from ranks import Rank, on_ranks
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -33,53 +31,6 @@ def units(collectives: list[Collective], kind: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- what is registered when
-
-
-class Observed(nn.Module):
-    """Notes the type and shape of its own parameters in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.seen: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append([(type(p), tuple(p.shape), p.is_leaf, p.requires_grad) for p in self.parameters()])
-        return self.linear(x) * self.scale
-
-
-FULL = [(nn.Parameter, (), True, True), (nn.Parameter, (6, 6), True, True), (nn.Parameter, (6,), True, True)]
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("setting", [True, False])
-def test_registered_parameters(rank: Rank, setting: Any) -> None:
-    """A module sees plain full parameters in its own forward, and what is kept until backward; else DTensors."""
-    inner = fully_shard(Observed(), mesh=rank.mesh, reshard_after_forward=setting)
-    root = Observed()
-    root.linear = inner
-    fully_shard(root, mesh=rank.mesh, reshard_after_forward=setting)
-
-    def all_sharded() -> bool:
-        return all(isinstance(p, DTensor) for p in root.parameters())
-
-    sharded = dict(root.named_parameters())
-    for _ in range(2):
-        loss = root(batch(rank.rank, 0, 2, 6)).sum()
-        assert all_sharded() is setting
-        loss.backward()
-        assert all_sharded()
-    with torch.no_grad():
-        root(batch(rank.rank, 0, 2, 6))
-    assert all_sharded() is setting
-    for module in (root, inner):
-        module.reshard()
-    assert inner.seen == [FULL] * 3
-    assert root.seen[0][0] == FULL[0]  # the root's own; those of the nested unit are sharded at that time
-    assert [kind for kind, *_ in root.seen[0][1:]] == [type(sharded["linear.scale"])] * 3
-    assert sharded["scale"].placements == (Replicate(),)
-    assert all(p is sharded[name] for name, p in root.named_parameters())
 
 
 class TwoOutputs(nn.Module):
@@ -209,35 +160,6 @@ def test_factor_in_half_precision(rank: Rank, factor: float | None) -> None:
 
 
 # ---------------------------------------------------------------- what is reduced when
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("shard", [fully_shard, replicate])
-def test_gradients_missing_on_some_ranks(rank: Rank, shard: Any) -> None:
-    """Where some ranks had no gradient it counts as zeros; where none had one it stays None, or zeros if asked.
-
-    A hook may zero everything, to skip a step.
-    """
-    reference = build(Branch)
-    model = shard(copy.deepcopy(reference), mesh=rank.mesh)
-
-    def loss(module: Any, number: int) -> torch.Tensor:
-        module.rank = number
-        return module(batch(number, 0, 4, 6)).square().mean()
-
-    for zeros in (True, False):
-        model.zero_grad()
-        reference.zero_grad()
-        model.set_reduce_scatter_unused_params(zeros)
-        both_backward(model, reference, rank, loss)
-        for parameter in reference.never.parameters() if zeros else ():
-            parameter.grad = torch.zeros_like(parameter)
-        assert_same_gradients(model, reference)
-    model.zero_grad()
-    model.set_all_reduce_hook(lambda rows: rows.zero_())
-    loss(model, rank.rank).backward()
-    assert not any(p.grad.to_local().any() for p in (*model.even.parameters(), *model.odd.parameters()))
-    assert model.never.weight.grad is None
 
 
 @on_ranks(2)

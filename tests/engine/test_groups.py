@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal
 from failing import fail, fail_in_backward
-from front_ends import CLOSE, assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from front_ends import assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
+from fullshard import FSDPModule, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Block, LossOf, batch, reference_backward, tiny_units, tokens
@@ -157,21 +157,9 @@ def test_list_becomes_one_unit(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-def test_messages(rank: Rank, setting: bool | None) -> None:
-    """A group is gathered once forward, once backward unless it is kept (as the last two are), and reduced once.
-
-    Called in chunks it is gathered at most once more; without synchronization nothing is reduced.
-    """
-    model, _ = grouped(rank, reshard_after_forward=setting)
-    for step in range(2):
-        forward, loss = count(lambda step=step: loss_at(step)(model, rank.rank))
-        backward, _ = count(loss.backward)
-        assert forward == Counter(f"all_gather {name}" for name in ["", *BLOCKS, "norm"])
-        expected = Counter(f"reduce_scatter {name}" for name in ["", *BLOCKS, "norm"])
-        if setting is not False:
-            expected.update(f"all_gather {name}" for name in (["", *BLOCKS, "norm"] if setting else BLOCKS[:-1]))
-        assert backward == expected
+def test_messages_of_partial_calls(rank: Rank) -> None:
+    """A group that is called in chunks is all-gathered at most once more and reduced once; without sync never."""
+    model, _ = grouped(rank, reshard_after_forward=True)
     for how in CALLS:
         model.set_requires_gradient_sync(False)
         quiet, _ = count(lambda how=how: loss_at(0, how)(model, rank.rank).backward())
@@ -233,14 +221,6 @@ def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) 
     assert_same_gradients(model, reference)
 
 
-@on_ranks(4)
-def test_training_on_four_ranks(rank: Rank) -> None:
-    """Most shards are empty, and backward gathers from two ranks, also what did not run in part."""
-    model, reference = grouped(rank, "everything", reshard_after_forward=2)
-    for how in CALLS:
-        check_gradients(model, reference, rank, how)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(("group", "setting"), [("norm and head", True), ("head and norm", False)])
 def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
@@ -298,32 +278,6 @@ def test_pairs_of_blocks(rank: Rank) -> None:
 
 
 # ---------------------------------------------------------------- copies and saved weights
-
-
-@on_ranks(2)
-def test_deepcopy(rank: Rank) -> None:
-    """A copy of the model has groups of its own and trains on its own; one of a member takes the others along.
-
-    A member may run and train before the model's first forward.
-    """
-    model, reference = grouped(rank)
-    head = copy.deepcopy(model.head)
-    x = batch(rank.rank, 0, 3, DIM)
-    assert torch.allclose(head(x), reference.head(x), atol=1e-6)
-    head(x).sum().backward()
-    assert head.weight.grad is not None and model.head.weight.grad is None
-    model.head(x).square().mean().backward()
-    reference_backward(reference, 2, lambda m, r: m.head(batch(r, 0, 3, DIM)).square().mean())
-    assert_same_gradients(model, reference)
-    model.zero_grad()
-    reference.zero_grad()
-    assert_trains_alike(model, reference, rank, loss_at, steps=1)
-    twin, kept = copy.deepcopy(model), copy.deepcopy(reference)
-    assert unit_of(twin.norm) is unit_of(twin.head) is not unit_of(model.head)
-    assert len(nested_units(twin)) == len(nested_units(model))
-    assert_trains_alike(twin, reference, rank, loss_at, steps=1)
-    assert_models_equal(model, kept, **CLOSE)
-    assert_trains_alike(model, kept, rank, loss_at, steps=1)
 
 
 # ---------------------------------------------------------------- failures
@@ -392,63 +346,7 @@ def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
     assert_same_gradients(model, reference)
 
 
-@on_ranks(2)
-def test_mixed_precision(rank: Rank) -> None:
-    """Every member casts its own inputs and outputs as the group's policy says."""
-    model = Language()
-    seen: list[torch.dtype] = []
-    for module in (model.norm, model.head):
-        module.register_forward_hook(lambda _m, args, output: seen.extend([args[0].dtype, output.dtype]))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model, _ = grouped(rank, model=model, mp_policy=policy)
-    for how in CALLS:
-        loss_at(0, how)(model, rank.rank).backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    seen.clear()
-    assert model.head(model.norm(batch(0, 0, 2, DIM))).dtype is torch.float32
-    assert seen == [torch.bfloat16] * 4
-
-
-class Pair(nn.Module):
-    """Runs two layers, which may be a group, ``times`` over; the first by a method of its own."""
-
-    def __init__(self, times: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second, self.times = Encoder(DIM, DIM), Block(DIM), times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = self.second(self.first.encode(x))
-        return x
-
-
-class Encoder(nn.Linear):
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x).tanh()
-
-
-def pair_loss(step: int) -> LossOf:
-    return lambda model, rank: model(batch(rank, step, 3, DIM)).square().mean()
-
-
 # ---------------------------------------------------------------- roots
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None)])
-def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> None:
-    """A group trains right without a unit above it as well, and then with one; registered methods count as calls."""
-    model = Pair(times)
-    reference = copy.deepcopy(model)
-    fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
-    seen, _ = count(lambda: pair_loss(0)(model, rank.rank).backward())
-    assert sum(seen[name] for name in seen if name.startswith("reduce")) == (rank.world_size > 1)
-    model.zero_grad()
-    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
-    register_fsdp_forward_method(model.first, "encode")
-    fully_shard(model, mesh=rank.mesh)
-    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
 
 
 @on_ranks(2)
@@ -483,38 +381,3 @@ def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
         one.blocks[0].up = nn.Identity()
         one.blocks[0].down = nn.Identity()
     assert_trains_alike(model, reference, rank, loss_at, steps=2)
-
-
-class Toggled(Pairs):
-    """While block ``number`` runs a first time, the parameters that it holds then are frozen."""
-
-    number = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks[:4]):
-            if index == self.number:
-                held = list(block.parameters())
-                block.requires_grad_(False)
-                with torch.no_grad():
-                    frozen = block(x)
-                for parameter in held:
-                    parameter.requires_grad_(True)
-                x = x + frozen
-            x = block(x)
-        return x
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_flags_of_the_objects_that_were_held_before(rank: Rank, number: int, reshard: bool) -> None:
-    """Flags count on whichever object they are set: a sharded one, or an unsharded one of a group that was running."""
-    reference, model = Toggled(), Toggled()
-    for first in range(0, 10, 2):
-        fully_shard(list(model.blocks[first : first + 2]), mesh=rank.mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=rank.mesh)
-    for each in (reference, model):
-        each.number = number
-    both_backward(model, reference, rank, lambda m, r: m(batch(r, 0, 3, WIDE)).square().mean())
-    assert model.blocks[number].up.weight.grad is not None
-    assert_same_gradients(model, reference)

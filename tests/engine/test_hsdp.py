@@ -16,7 +16,6 @@ from compare import assert_equal
 from front_ends import (
     COMPOSABLE,
     adam,
-    assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
     both_backward,
@@ -118,38 +117,6 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
         assert model.blocks[1].up.weight.grad is not None
         assert_same_gradients(model, reference)
         assert_replicas_equal(mesh, model)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("pattern", "checkpointed", "frozen"),
-    [("NNS", None, True), ("RRS", False, False), ("SSS", True, False), ("RNS", False, True)],
-)
-def test_modes_beside_frozen_parts_and_recomputation(
-    rank: Rank, pattern: str, checkpointed: bool | None, frozen: bool
-) -> None:
-    """Microbatches add up in every mode; frozen parameters, a frozen unit among them, get no gradient and no bytes.
-
-    What a unit owes the replicate axis is paid at the last backward, although that does not run it.
-    """
-    plain = build(Stack)
-    for part in (plain.blocks[1], plain.blocks[0].up) if frozen else ():
-        part.requires_grad_(False)
-    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, mesh=meshes(rank)[0])
-    model.checkpointed = checkpointed
-
-    def loss_at(step: int) -> LossOf:
-        run = [0, 2] if step == 2 else [0, 1, 2]
-        return lambda module, number: module(batch(number, step, 4, 6), run=run).square().mean()
-
-    with record() as seen:
-        for step, letter in enumerate(pattern):
-            prepare(model, letter)
-            model.set_is_last_backward(step == 2)
-            both_backward(model, reference, rank, loss_at(step))
-    assert ("blocks.1" in {c.unit for c in seen if c.kind != "all_gather"}) != frozen
-    assert_same_gradients(model, reference)
-    assert_at_rest(model)
 
 
 @on_ranks(4)

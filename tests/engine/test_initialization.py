@@ -97,17 +97,6 @@ def test_names_and_order(rank: Rank, top_first: bool) -> None:
     assert unit_of(inner[0][1]).parameters[0].fqn == "0.1.weight"
 
 
-@on_ranks(1, 2)
-def test_default_mesh_is_all_ranks(rank: Rank) -> None:
-    """Without a mesh the parameters are sharded over the default group, with one mesh for all units."""
-    model = layers()
-    for module in (*model, model):
-        fully_shard(module)
-    assert len({id(unit.mesh) for unit in nested_units(model)}) == 1
-    assert model[0].weight.device_mesh.shape == (rank.world_size,)
-    assert_trains_alike(model, layers(), rank, steps=1)
-
-
 @pytest.mark.cpu_only("the back end of a script's device")
 @on_ranks(1, fresh=True)
 def test_plain_script_without_launcher_is_a_world_of_one(rank: Rank) -> None:
@@ -241,10 +230,6 @@ def test_assigned_data_takes_effect_or_raises(rank: Rank, assign: Any, steps: in
         assert_trains_alike(model, reference, rank, steps=1)
 
 
-def distribute_like(value: torch.Tensor, parameter: nn.Parameter) -> DTensor:
-    return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
-
-
 @on_ranks(1, 2)
 @each_front_end
 def test_assigned_data_of_unsharded_parameters_raises(rank: Rank, front_end: FrontEnd) -> None:
@@ -281,25 +266,6 @@ def test_data_of_flat_parameters_may_be_assigned_and_its_memory_freed(rank: Rank
             with pytest.raises(RuntimeError, match="not resizable"):
                 storage.resize_(0)
     assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["before the first forward", "after steps"])
-def test_reassigned_parameter_is_used_and_trained(rank: Rank, when: str) -> None:
-    """A parameter assigned at any time is what the next forward uses; an optimizer built after it trains it."""
-    model, reference = with_reference(build(Mlp, 6, 7, 3), rank)
-    for kind in ("full tensor", "DTensor"):
-        if when == "after steps":
-            assert_trains_alike(model, reference, rank, steps=1)
-        for ours, theirs in zip(model.layers, reference.layers, strict=True):
-            value = torch.randn(theirs.weight.shape, generator=torch.Generator().manual_seed(len(kind)))
-            new = distribute_tensor(value, rank.mesh, [Shard(0)]) if kind == "DTensor" else value.clone()
-            ours.weight, theirs.weight = nn.Parameter(new), nn.Parameter(value.clone())
-        model.zero_grad()
-        reference.zero_grad()
-        model(inputs())  # takes the new ones over
-        assert_trains_alike(model, reference, rank, steps=2)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @on_ranks(1, 2)

@@ -314,18 +314,6 @@ def test_parameters_of_all_kinds(rank: Rank, granularity: Any) -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_are_cut_one_by_one(rank: Rank) -> None:
-    """A dim that the user chooses is cut as without the layout, in the same unit."""
-    model = build(Mlp, 6, 8, 5)
-    reference = copy.deepcopy(model)
-    chosen = model.layers[0].weight
-    fully_shard(model, mesh=rank.mesh, layout="ragged", shard_placement_fn=lambda p: Shard(1) if p is chosen else None)
-    assert model.layers[0].weight.placements == (Shard(1),)
-    assert isinstance(model.layers[1].weight, RaggedDTensor)
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
 def test_granularity_by_parameter(rank: Rank) -> None:
     """A function says it for each FQN and parameter; what is none is an error before anything is sharded."""
     model = build(Mlp, 6, 8, 5)
@@ -441,26 +429,6 @@ def test_torch_refuses_the_placements_by_itself(rank: Rank) -> None:
     assert {ours.placements: 1, ours._spec: 2}[model.layers[0].weight.placements] == 1
 
 
-@on_ranks(2)
-def test_meta_initialization(rank: Rank) -> None:
-    """``to_empty`` and ``reset_parameters`` give the values that one process has with the same seed."""
-    with torch.device("meta"):
-        model = Mlp(6, 7, 15, 5)
-    for layer in model.layers:
-        fully_shard(layer, mesh=rank.mesh, layout="ragged")
-    fully_shard(model, mesh=rank.mesh, layout="ragged")
-    whole = model.layers[0].weight.detach().full_tensor()  # on all ranks, also on those without a part
-    assert whole.is_meta and whole.shape == (7, 6)
-    model.to_empty(device=rank.device)
-    reference = Mlp(6, 7, 15, 5)
-    for each in (model, reference):
-        torch.manual_seed(3)
-        for layer in each.layers:
-            layer.reset_parameters()
-    assert_same_values(model, reference)
-    assert_trains_alike(model, reference, rank)
-
-
 def step_both(rank: Rank, models: tuple[Any, Any], optimizers: Sequence[torch.optim.Optimizer], steps: int = 3) -> None:
     """Train the sharded and the unsharded model, each with its optimizer."""
     for step in range(steps):
@@ -519,44 +487,6 @@ def test_operands_of_another_mesh(rank: Rank) -> None:
     other.copy_(values)
     for added in (other, other.full_tensor()):
         assert_equal(one.add(added).full_tensor(), whole + values, "sum")
-
-
-class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one number of state per row, as for tables of embeddings."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Step this rank's rows."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                rows, gradients = rows_of(parameter.detach()), rows_of(parameter.grad)
-                total = self.state[parameter].setdefault("sum", rows.new_zeros(len(rows), 1))
-                total += gradients.square().mean(dim=1, keepdim=True)
-                rows -= group["lr"] * gradients / (total.sqrt() + 1e-8)
-
-
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, as a matrix."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local if local.dim() == 2 else local[:, None]
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("granularity", ["row", 2, "parameter"])
-def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
-    """Optimizers and quantization that need whole rows find them in local tensors, whatever the number of ranks."""
-    model, reference = sharded(rank, granularity)
-    optimizers = [RowWiseAdagrad(m.parameters(), lr=0.1) for m in (model, reference)]
-    step_both(rank, (model, reference), optimizers)
-    assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
-    for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        rows = rows_of(ours.detach())
-        first = ours.placements[0].view(rank.rank).offset // rows.shape[1]
-        expected = rows_of(whole.detach()).abs().amax(dim=1)[first : first + len(rows)]
-        assert_close(rows.abs().amax(dim=1), expected, "scales of rows", 1e-4, 1e-5)
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from front_ends import (
 )
 from fullshard import DataParallelMeshDims, FSDPModule, ReplicateModule, fully_shard, replicate
 from fullshard.comm import record
-from models import LossOf, Stack, batch, reference_backward, square_loss, tiny_units
+from models import Stack, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 WAYS = pytest.mark.parametrize("units", [None, []], ids=["by blocks", "whole"])
@@ -54,31 +54,6 @@ def test_trains_like_the_plain_module(rank: Rank, units: Any) -> None:
             everyone = [torch.empty_like(local) for _ in range(rank.world_size)]
             dist.all_gather(everyone, local)
             assert_equal(everyone, [local] * rank.world_size, f"{what} of {fqn}")
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("setting", ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
-def test_accumulation(rank: Rank, setting: str) -> None:
-    """Microbatches add up, whether all are reduced or the last only; without sync, or on one rank, nothing is sent.
-
-    Nothing is gathered either.
-
-    What a unit owes is reduced at the last backward, although that does not run it.
-    """
-    model, reference = made(rank)
-
-    def loss_at(step: int) -> LossOf:
-        run = [0, 2] if step == 2 else [0, 1, 2]
-        return lambda module, number: module(batch(number, step, 4, 6), run=run).square().mean()
-
-    for step in range(3):
-        getattr(model, setting)(step == 2)
-        with record() as seen:
-            loss_at(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_at(step))
-        reduced = step == 2 or setting == "set_is_last_backward"
-        assert {c.kind for c in seen} == ({"all_reduce"} if reduced and rank.world_size > 1 else set())
-    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)

@@ -16,9 +16,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
-    both_backward,
     build,
-    gathered,
     sgd,
     sharded_with_reference,
 )
@@ -66,32 +64,6 @@ def test_two_roots(rank: Rank) -> None:
     assert_trains_alike(model, reference, rank, steps=1)
     assert current_runtime(unit_of(model[0])) is current_runtime(unit_of(model[1])) is current_runtime(unit_of(model))
     assert [unit_of(stage).name for stage in model] == ["0", "1"]
-
-
-@on_ranks(2)
-def test_two_roots_that_take_turns(rank: Rank) -> None:
-    """Each of two models may be trained on the other's detached outputs, as in adversarial training."""
-    model, reference = two_roots(rank)
-
-    def first(step: int) -> LossOf:
-        return lambda m, r: m(batch(r, step, 4, 6)).square().mean()
-
-    def second(step: int) -> LossOf:
-        return lambda m, r: m[1](m[0](batch(r, step, 4, 6)).detach()).square().mean()
-
-    def only_first(step: int) -> LossOf:
-        return lambda m, r: m[0](batch(r, step, 4, 6)).square().mean()
-
-    optimizers = [sgd(m, 0.1) for m in (model, reference)]
-    for step, losses in enumerate([first, second, only_first, second, first]):
-        both_backward(model, reference, rank, losses(step))
-        assert_at_rest(model[1])
-        # Of the first model there was a forward without a backward, if only the second was trained.
-        assert gathered(model[0]) == (["layers.0", "layers.1"] if losses is second else [])
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class Trunk(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_equal, assert_models_equal
 from front_ends import CLOSE, assert_same_gradients, build
-from fullshard import fully_shard, register_fsdp_forward_method
+from fullshard import fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from models import batch, reference_backward
+from models import batch
 from ranks import Rank, on_ranks
 
 
@@ -197,36 +196,6 @@ def test_model_around_units_that_is_no_unit_itself(rank: Rank) -> None:
 
 
 # ---------------------------------------------------------------- other methods as forwards
-
-
-@on_ranks(1, 4)
-def test_registered_method_gathers_and_reduces_like_forward(rank: Rank) -> None:
-    """A registered method gives the plain module's outputs and gradients, and leaves nothing gathered.
-
-    Registering twice is harmless, other modules of the class are not touched, plain ones are ignored, and a deep copy's
-    method uses the copy's parameters.
-    """
-    reference, model, other, plain = build(Encoder, seed=1), sharded(rank), sharded(rank), Encoder()
-    for module in (model, model, plain):
-        register_fsdp_forward_method(module, "encode")
-    assert type(plain) is Encoder and type(other) is not type(model) and type(model).__name__ == "FSDPEncoder"
-    assert model.encode.__doc__ == reference.encode.__doc__
-    for step in range(2):
-        model.encode(batch(rank.rank, step, 8, 6), scale=2.0).square().mean().backward()
-        reference_backward(
-            reference,
-            rank.world_size,
-            lambda m, r, step=step: m.encode(batch(r, step, 8, 6), scale=2.0).square().mean(),
-        )
-    assert_same_gradients(model, reference)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in copied.parameters():
-            p.zero_()
-        assert not copied.encode(inputs()).any() and model.encode(inputs()).any()
-    with pytest.raises(ValueError, match="expected the name of a method of Encoder, found 'decode'"):
-        register_fsdp_forward_method(model, "decode")
 
 
 @on_ranks(2)

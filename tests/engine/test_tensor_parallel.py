@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -366,22 +366,6 @@ def test_axes_of_the_whole_mesh(rank: Rank) -> None:
             whole_loss(model, rank.rank // mesh["tp"].size(), mesh, step).backward()
             reference_backward(reference, ranks, functools.partial(whole_loss, step=step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-def test_module_distributed_as_a_whole(rank: Rank) -> None:
-    """``distribute_module`` without a partition function replicates everything: data parallelism over both axes."""
-    mesh = rank.make_mesh(2, 2, names=TWO)
-    kinds = {"shard": {"all_gather", "reduce_scatter"}, "replicate": {"all_reduce"}}
-    for axis, expected in kinds.items():
-        reference = whole()
-        model = distribute_module(copy.deepcopy(reference), mesh)
-        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**{axis: TWO}))
-        with record() as seen:
-            whole_loss(model, rank.rank, mesh, data=2).backward()
-        reference_backward(reference, 4, whole_loss)
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert {c.kind for c in seen} == expected
 
 
 @on_ranks(4)

@@ -161,35 +161,6 @@ def test_training_inside(rank: Rank, setting: bool | None) -> None:
 
 
 @on_ranks(2)
-def test_between_forward_and_backward(rank: Rank) -> None:
-    """Entering and leaving between a forward and its backward, or with a backward inside only, is fine.
-
-    What a forward with gradients has left gathered is not taken over: values written since are seen.
-    """
-    model, reference = made(rank)
-    loss = square_loss(0)(model, rank.rank)
-    with unsharded(model), torch.no_grad():
-        check_output(model, reference)
-    loss.backward()
-    loss = square_loss(1)(model, rank.rank)
-    with unsharded(model):
-        loss.backward()
-        loss = square_loss(2)(model, rank.rank)
-    loss.backward()
-    for step in range(3):
-        reference_backward(reference, rank.world_size, square_loss(step))
-    assert_same_gradients(model, reference)
-    assert_at_rest(model)
-    square_loss(7)(model, rank.rank)
-    with torch.no_grad():
-        for one in (model, reference):
-            one.first.weight.mul_(2)
-        with unsharded(model):
-            assert_equal(model.first.weight.detach(), reference.first.weight.detach(), "first.weight")
-            assert check_output(model, reference) == []
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("where", ["body", "forward", "backward", "gathering"])
 def test_exception_inside(rank: Rank, where: str) -> None:
     """After an exception in the body, in a forward or in a backward everything is freed, and training goes on.
