@@ -75,6 +75,29 @@ POLICIES = {
     "MixedPrecisionPolicy(reduce_dtype=torch.int32)": "reduce_dtype: expected a floating-point dtype",
     "MixedPrecisionPolicy(output_dtype=torch.complex64)": "output_dtype: expected a floating-point dtype",
     "MixedPrecisionPolicy(cast_forward_inputs=1)": "cast_forward_inputs: expected True or False, found 1",
+    "MixedPrecisionPolicy(param_dtype_override_fn=torch.bfloat16)": "TypeError: .*expected a function",
+    **{
+        f"shard(plain, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=lambda _: {answer}))": (
+            f"{error}: .*param_dtype_override_fn, for 0.weight"
+        )
+        for answer, error in (("'bf16'", "TypeError"), ("torch.int8", "ValueError"))
+    },
+    **{
+        f"CPUOffloadPolicy(fraction={value})": "ValueError: .*fraction: expected a number from 0 to 1"
+        for value in ("-0.1", "1.1", "float('nan')")
+    },
+    **{f"CPUOffloadPolicy(fraction={value})": "TypeError: .*fraction: expected a number" for value in ("True", "'1'")},
+    "CommQuantization(all_gather='int4')": "ValueError: .*all_gather: expected one of",
+    "CommQuantization(reduce='fp8')": "ValueError: .*reduce: expected one of",
+    "CommQuantization(block=100)": "ValueError: .*multiple of 16",
+    "CommQuantization(block=0)": "ValueError: .*multiple of 16",
+    "CommQuantization(block=32.0)": "TypeError: .*block: expected an int",
+    "CommQuantization(min_bytes=-1)": "ValueError: .*at least 0",
+    "CommQuantization(min_bytes=True)": "TypeError: .*min_bytes: expected an int",
+    "sharded.set_comm_quantization('int8')": r"TypeError: .*expected a fullshard\.CommQuantization or None, found str",
+    "sharded.set_comm_quantization(replicate=CommQuantization(all_gather='int8'))": (
+        "ValueError: .*nothing is all-gathered over the replicate axis"
+    ),
 }
 PLACEMENTS = {
     "shard(plain, shard_placement_fn=Shard(1))": "shard_placement_fn: expected a function, found Shard",

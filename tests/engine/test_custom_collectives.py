@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -70,29 +70,6 @@ def test_training(rank: Rank, dim: int) -> None:
 
 
 # ---------------------------------------------------------------- when they are set
-
-
-@on_ranks(2)
-def test_set_and_removed_between_steps(rank: Rank) -> None:
-    """They can be set, replaced and (None) removed between steps; optimizers and gradients go on."""
-    model, reference = made(rank)
-    block, first, second, scatter = model.blocks[0], Gather(), Gather(), Scatter()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
-    changes: list[Callable[[], None]] = [
-        lambda: None,
-        lambda: block.set_custom_all_gather(first),
-        lambda: block.set_custom_all_gather(second),
-        lambda: block.set_custom_reduce_scatter(scatter),
-        lambda: (block.set_custom_all_gather(None), block.set_custom_reduce_scatter(None)),
-    ]
-    for step, change in enumerate(changes):
-        change()
-        both_backward(model, reference, rank, step)
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [len(comm.called) for comm in (first, second, scatter)] == [2, 4, 1]
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections import Counter
@@ -17,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_equal
-from failing import fail, fail_in_backward
 from front_ends import assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
 from fullshard import FSDPModule, fully_shard
 from fullshard.comm import record
@@ -281,39 +279,6 @@ def test_pairs_of_blocks(rank: Rank) -> None:
 
 
 # ---------------------------------------------------------------- failures
-
-
-FAILURES = {
-    "first member, at its start": lambda m: m.norm.register_forward_pre_hook(fail),
-    "first member, at its end": lambda m: m.norm.register_forward_hook(fail),
-    "second member": lambda m: m.head.register_forward_pre_hook(fail),
-    "between them": lambda m: m.blocks[1].register_forward_pre_hook(fail),
-    "backward of the second": lambda m: m.head.register_forward_hook(fail_in_backward),
-    "backward of the first": lambda m: m.norm.register_forward_hook(fail_in_backward),
-    "backward between them": lambda m: m.blocks[1].register_forward_hook(fail_in_backward),
-}
-
-
-@on_ranks(2)
-@each_value(group=["norm and head", "embedding, norm, head", "everything"], remedy=["reset", "alone"], first=[0, 1, 3])
-def test_failure_in_a_member(rank: Rank, group: str, remedy: str, first: int) -> None:
-    """After an exception in a member, in forward or backward, the next step is as if it had not happened.
-
-    Also in a chunk that is called after the root's forward.
-    """
-    model, reference = grouped(rank, group)
-    for place, how in zip(FAILURES, itertools.cycle(CALLS[first:4] + CALLS[:first]), strict=False):
-        handle = FAILURES[place](model)
-        runs = how != "no head" or "second" not in place  # the head is the second member
-        with pytest.raises(ZeroDivisionError) if runs else contextlib.nullcontext():
-            loss_at(0, how)(model, rank.rank).backward()
-        handle.remove()
-        if remedy == "reset":
-            model.reset_iter_state()
-            assert_at_rest(model)
-        model.zero_grad()
-        check_gradients(model, reference, rank, how)
-    assert_trains_alike(model, reference, rank, loss_at, steps=1)
 
 
 # ---------------------------------------------------------------- controls

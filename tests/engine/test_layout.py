@@ -408,8 +408,6 @@ def _llama() -> list[ParameterShape]:
 
 MODELS = {
     "Llama 8B": _llama(),
-    "GPT-2": _shapes(qkv=(2304, 768), qkv_b=(2304,), o=(768, 768), o_b=(768,), up=(3072, 768), up_b=(3072,))
-    + _shapes(down=(768, 3072), down_b=(768,), ln_1=(768,), ln_1b=(768,), ln_2=(768,), ln_2b=(768,)),
     "ConvNeXt": _shapes(deep=(1024, 1, 7, 7), deep_b=(1024,), norm=(1024,), norm_b=(1024,), up=(4096, 1024))
     + _shapes(up_b=(4096,), down=(1024, 4096), down_b=(1024,), scale=(1024,)),
     "64 experts": _shapes(q=(2048, 2048), o=(2048, 2048), router=(64, 2048), norm=(2048,))
@@ -419,7 +417,6 @@ MODELS = {
 # to be a multiple of the rows of all that are cut twice.
 ROWS = {
     "Llama 8B": (0.0002, 0.0013, 0.01, 0.077),
-    "GPT-2": (0.003, 0.027, 0.055, 0.34),
     "ConvNeXt": (0.001, 0.025, 0.056, 2.5),
     "64 experts": (0.001, 0.002, 0.002, 0.039),
 }

@@ -238,17 +238,3 @@ def test_a_dtype_for_each_parameter(rank: Rank, layout: str, chosen: torch.dtype
             assert sent.keys() == {chosen, BF16} and sent[chosen] == 128 * chosen.itemsize
             assert 0 <= sent[BF16] - 144 * 2 < 64  # of padding
     assert len(asked) == len(parameters)
-
-
-@on_ranks(1)
-def test_answers_that_are_no_dtypes(rank: Rank) -> None:
-    """An error says for which parameter, and the module stays as it was."""
-    for answer, error in (("bf16", TypeError), (torch.int8, ValueError)):
-        model = nn.Linear(2, 2)
-        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda _, answer=answer: answer)
-        with pytest.raises(error, match=r"param_dtype_override_fn, for weight"):
-            fully_shard(model, mesh=rank.mesh, mp_policy=policy)
-        assert type(model) is nn.Linear
-        fully_shard(model, mesh=rank.mesh)
-    with pytest.raises(TypeError, match="expected a function"):
-        MixedPrecisionPolicy(param_dtype_override_fn=BF16)

@@ -204,17 +204,11 @@ def test_a_fraction(rank: Rank) -> None:
 
 
 def test_choice_of_a_fraction() -> None:
-    """The largest that fit, then smaller ones; a fraction out of range is refused."""
+    """The largest parameters that fit are offloaded, then smaller ones."""
     for fraction, chosen in ((0.0, ""), (0.5, "b"), (0.7, "bcd"), (0.9, "bac"), (1.0, "abcd")):
         found = UnitPolicy(offload=CPUOffloadPolicy(fraction=fraction)).offloaded([30, 50, 10, 10])
         assert sorted(name for name, is_chosen in zip("abcd", found, strict=True) if is_chosen) == sorted(chosen)
     assert UnitPolicy().offloaded([1, 2]) == [False, False]
-    for wrong in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="fraction: expected a number from 0 to 1"):
-            CPUOffloadPolicy(fraction=wrong)
-    for other in (True, "1", None):
-        with pytest.raises(TypeError, match="fraction: expected a number"):
-            CPUOffloadPolicy(fraction=other)
 
 
 @on_ranks(1)

@@ -50,23 +50,6 @@ def expect(model: Any, reference: Any, rank: Rank, *steps: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_nothing_pends(rank: Rank) -> None:
-    """Before, between forward and backward and after a synchronized step there is nothing, and nothing to reduce."""
-    model, _ = made(rank)
-    with record() as seen:
-        assert model.get_pending_gradients() == {}
-        model.synchronize_gradients()
-    loss = square_loss()(model, rank.rank)
-    assert model.get_pending_gradients() == {} and not seen
-    loss.backward()
-    grads = {p: p.grad for p in model.parameters()}
-    with record() as seen:
-        model.synchronize_gradients()
-    assert model.get_pending_gradients() == {} and not seen
-    assert all(p.grad is gradient for p, gradient in grads.items())
-
-
-@on_ranks(1, 2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
 def test_unreduced_gradients(rank: Rank, reduce_dtype: torch.dtype | None) -> None:
     """By registered parameter, unit by unit: this rank's own, full, live, in the reduce dtype, read without a sound.

@@ -13,7 +13,7 @@ from torch import nn
 from front_ends import COMPOSABLE, FrontEnd, each_front_end
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
-from fullshard.engine.ownership import all_modules, nested_units, unit_of
+from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.layout import FlatLayout, PerParameterLayout
 from fullshard.wrap import ModuleWrapPolicy
@@ -119,15 +119,6 @@ def test_parameters_that_were_cut_apart_stay_apart(rank: Rank) -> None:
     with FSDP.summon_full_params(wrapped):
         for tied, value in zip(model.tied, values, strict=True):
             assert torch.equal(tied.detach(), value.double())
-
-
-def test_all_modules_is_what_modules_yields() -> None:
-    """In the same order, with modules that are registered twice, are shared, or contain an ancestor."""
-    model = net(2)
-    model.again, model.nothing = model.layers[1], None
-    model.layers[0].child = nn.Sequential(model.layers[1], nn.ReLU())
-    model.layers[1].up = model
-    assert all_modules(model) == list(model.modules())
 
 
 @on_ranks(2)

@@ -130,23 +130,6 @@ def test_size_at_the_limit(rank: Rank) -> None:
     assert GlooTransport.tiny_bytes == 64 * 1024 and unit_of(usual).tiny == (rank.world_size > 1)
 
 
-@on_ranks(2)
-def test_dtypes_of_their_own(rank: Rank) -> None:
-    """Tiny units in another precision than their neighbor's share its launch, in their own dtype."""
-    model = Chain("nLnL")
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    with tiny_units(up_to=LIMIT):
-        for index, part in enumerate(model.parts):
-            policy = low if index % 2 else MixedPrecisionPolicy()
-            fully_shard(part, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(model, mesh=rank.mesh)
-    forward, backward = run_step(model, rank)
-    assert launches(forward, "all_gather") == "0 1, 2 3"
-    assert [c.dtype for c in forward] == [torch.float32, torch.bfloat16] * 2
-    assert launches(backward, "reduce_scatter") == "3, 2, 1, 0"
-    assert {c.dtype for c in backward if c.kind == "reduce_scatter"} == {torch.float32}
-
-
 # ---------------------------------------------------------------- memory
 
 
