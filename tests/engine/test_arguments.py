@@ -14,14 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import fullshard
-from fullshard import (
-    DataParallelMeshDims,
-    FSDPMeshInfo,
-    FSDPModule,
-    FullshardError,
-    ShardPlacementResult,
-    fully_shard,
-)
+from fullshard import DataParallelMeshDims, FSDPMeshInfo, FSDPModule, FullshardError, ShardPlacementResult, fully_shard
 from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
@@ -50,6 +43,7 @@ MESHES = {
     "shard(plain, dp_mesh_dims=Dims(shard='dp'))": r"expected axes of the mesh, \[\], found \['dp'\]",
     "shard(plain, mesh=named, dp_mesh_dims=Dims(shard='b'))": (
         r"0\.weight: dp_mesh_dims: expected all parameters to be DTensors on the mesh, or annotated"
+        r".* found a plain tensor without placements on the axes \['a'\]"
     ),
     "shard(dtensors(named, Shard(0)), mesh=named, dp_mesh_dims=Dims(shard='b'))": (
         r"0\.weight: expected a DTensor with Replicate\(\) on the data-parallel axis 'b', found S"
@@ -161,6 +155,7 @@ COMMUNICATION = {
     "custom().set_allocate_memory_from_process_group_for_comm(True)": (
         "ValueError: .*unit .* has a custom collective, which allocates its own buffers"
     ),
+    **{f"{kind}()": "TypeError: .*abstract" for kind in ("Comm", "AllGather", "ReduceScatter")},
     "custom().set_symm_mem_for_comm()": "ValueError: set_symm_mem_for_comm: unit .* has a custom collective",
 }
 FUNCTIONS = {

@@ -41,10 +41,7 @@ def same_structure(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in CONTAINERS if name not in UNKNOWN_CLASSES])
 def test_tensors_are_found_and_replaced(name: str) -> None:
-    """Every tensor is found, depth first, and replaced; containers keep their types, and the original is untouched.
-
-    Where the function changes no tensor, the very same container comes back.
-    """
+    """Every tensor is found, depth first, and replaced; containers keep their types, and the original is untouched."""
     value = pack(name, A, B, C)
     tensors = tensors_of(value)
     mapped = map_tensors(double, value)
@@ -99,10 +96,7 @@ class Closed:
 
 
 def test_tensors_in_any_object() -> None:
-    """Attributes and slots are searched, each object once, however long a chain; some refuse, and are left alone.
-
-    Objects that refer to many thousands of others are not searched to their end.
-    """
+    """Attributes and slots are searched, each object once, however long a chain; some refuse, and are left alone."""
     assert {id(t) for t in tensors_within(Slotted())} == {id(A), id(B)}
     chain: Link | None = None
     for _ in range(5000):

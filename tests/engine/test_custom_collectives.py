@@ -13,11 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from user_collectives import Gather, Scatter
 
-import fullshard
+from compare import assert_equal
 from front_ends import COMPOSABLE, assert_at_rest, assert_same_gradients, assert_trains_alike, build
 from fullshard import FullshardError, fully_shard
+from fullshard.comm import (
+    CommRequest,
+    CustomTransport,
+    GradScaling,
+    Operand,
+    ProcessGroupMemoryAllGather,
+    ProcessGroupMemoryReduceScatter,
+    make_transport,
+)
+from fullshard.memory import wait_for_all
 from models import Stack, batch, reference_backward, square_loss, tiny_units
 from ranks import Rank, RankPool, on_ranks
 
@@ -35,7 +46,7 @@ def set_all(model: Any, gather: Any, scatter: Any) -> None:
 
 
 def both_backward(model: Any, reference: Any, rank: Rank, *steps: int, dim: int = 6) -> None:
-    """Backwards of both. (Looking at full parameters would be gathers of the user's as well.)"""
+    """Backwards of both. (Looking at full parameters would call them as well.)"""
     for step in steps:
         square_loss(step, 4, dim)(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, square_loss(step, 4, dim))
@@ -44,13 +55,7 @@ def both_backward(model: Any, reference: Any, rank: Rank, *steps: int, dim: int 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("dim", [5, 1])
 def test_training(rank: Rank, dim: int) -> None:
-    """Each unit's gathers and reductions are one call each, in the user's memory, with the same values.
-
-    On one rank there is nothing to gather, so they are not called. The abstract classes' methods cannot be left out.
-    """
-    for kind in (fullshard.Comm, fullshard.AllGather, fullshard.ReduceScatter):
-        with pytest.raises(TypeError, match="abstract"):
-            kind()
+    """Each unit's all-gathers and reductions are one call each, in the user's memory, and none on one rank."""
     for done in (False, True):
         model, reference = made(rank, dim=dim, reshard_after_forward=True)
         comms = [(Gather(done), Scatter(done)) for _ in range(4)]
@@ -69,15 +74,39 @@ def test_training(rank: Rank, dim: int) -> None:
                 assert all(dtype is torch.float32 and asynchronous for _, dtype, asynchronous in comm.called)
 
 
-# ---------------------------------------------------------------- when they are set
+SCALINGS = [GradScaling(after=2), GradScaling(), GradScaling(2, 2), GradScaling(1, 2, native=False)]
+
+
+@pytest.mark.cpu_only("gloo sends and receives host memory only")
+@on_ranks(2)
+def test_objects_of_any_kind(rank: Rank) -> None:
+    """Works and finished collectives are divided as asked; torch's objects and memory of the group serve as well."""
+    base = make_transport(rank.group, rank.device)
+    for gather, scatter in (
+        (Gather(), Scatter()),
+        (Gather(done=True), Scatter(done=True)),
+        (DefaultAllGather(), DefaultReduceScatter()),
+        (ProcessGroupMemoryAllGather(rank.group), ProcessGroupMemoryReduceScatter(rank.group)),
+        (Gather(), None),
+        (None, Scatter()),
+    ):
+        transport = CustomTransport(base, gather, scatter)
+        own = torch.full((3,), rank.rank + 1.0)
+        buffer = transport.allocate("all_gather", 6, torch.float32, rank.device)
+        assert (buffer is None) == (gather is None)
+        operand = Operand(own, torch.zeros(6) if buffer is None else buffer)
+        wait_for_all(transport.all_gather([CommRequest("a", [operand])]))
+        assert operand.unsharded.tolist() == [1.0] * 3 + [2.0] * 3
+        for scaling in SCALINGS:
+            operand = Operand(torch.empty(3), torch.full((6,), rank.rank + 1.0))
+            wait_for_all(transport.reduce_scatter([CommRequest("a", [operand], scaling)]))
+            assert_equal(operand.shard, torch.full((3,), 3 / (scaling.before * scaling.after)), str(scaling))
+        assert gather is None or scatter is None or transport.direct_bytes > 10**15
 
 
 @on_ranks(2)
 def test_set_while_gradients_are_pending(rank: Rank) -> None:
-    """Gradients of microbatches without sync survive the change; only the last one calls the reduce-scatter, once.
-
-    The backward of a forward that ran before the change finds its parameters, whether they were kept for it or not.
-    """
+    """Gradients of microbatches without sync survive the change; only the last one calls the reduce-scatter, once."""
     for reshard in (True, False):
         model, reference = made(rank, reshard_after_forward=reshard)
         scatter = Scatter()
@@ -111,9 +140,6 @@ def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
     assert_same_gradients(model, reference)
 
 
-# ---------------------------------------------------------------- dtypes, meshes, errors
-
-
 @on_ranks(2)
 def test_units_of_several_dtypes(rank: Rank) -> None:
     """There is one call per dtype, and parameters of integers are all-gathered as well."""
@@ -134,7 +160,7 @@ def test_units_of_several_dtypes(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_replicas_and_smaller_groups(rank: Rank) -> None:
-    """HSDP: they get the shard axis; reshard_after_forward=2: backward's gather from subgroup is our own."""
+    """HSDP: they get the shard axis; reshard_after_forward=2: backward's all-gather in the subgroup is our own."""
     model, reference = made(rank, rank.make_mesh(2, 2, names=("r", "s")))
     gather, scatter = Gather(), Scatter()
     set_all(model, gather, scatter)

@@ -1,9 +1,8 @@
-"""Units of several modules: ``fully_shard([a, b])`` gathers and reduces them as one, however they are called."""
+"""Units of several modules: ``fully_shard([a, b])`` unshards and reduces them as one, however they are called."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -125,15 +124,9 @@ def count(run: Callable[[], Any]) -> tuple[Counter[str], Any]:
     return Counter(f"{c.kind} {c.unit}" for c in seen), result
 
 
-# ---------------------------------------------------------------- one unit
-
-
 @on_ranks(2)
 def test_list_becomes_one_unit(rank: Rank) -> None:
-    """Modules of a list or tuple, which is returned, become FSDP modules of one unit that owns all their parameters.
-
-    A module inside of another one of the list is part of that; units inside of members keep their parameters.
-    """
+    """Modules of a list or tuple, which is returned, become FSDP modules of one unit that owns all their parameters."""
     model = Language()
     for given in ([model.norm, model.head], (model.embedding, model.spare)):
         assert fully_shard(given, mesh=rank.mesh) is given
@@ -171,43 +164,10 @@ def test_messages_of_partial_calls(rank: Rank) -> None:
         assert_at_rest(model)
 
 
-def order_of(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Return the kinds of collectives and the numbers of the units' first blocks, in order of issue."""
-    with record() as seen:
-        run()
-    return [(c.kind, (c.unit or "").rpartition(".")[2]) for c in seen]
-
-
-@on_ranks(2)
-def test_lists_of_blocks_communicate_as_containers_do(rank: Rank) -> None:
-    """The next unit is prefetched in backward, too, and not all units are unsharded as it begins."""
-    found = []
-    for lists in (True, False):
-        blocks = [Block(DIM) for _ in range(8)]
-        pairs = [blocks[first : first + 2] for first in range(0, 8, 2)]
-        model: Any = nn.Sequential(*blocks) if lists else nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
-        with tiny_units(up_to=0):
-            for number, pair in enumerate(pairs):
-                fully_shard(pair if lists else model[number], mesh=rank.mesh)
-            fully_shard(model, mesh=rank.mesh)
-        x = torch.ones(2, DIM, requires_grad=True)
-        model(x).sum().backward()
-        order = order_of(lambda model=model, x=x: model(x).sum().backward())
-        numbers = [(kind, int(unit) // (2 if lists else 1) if unit else -1) for kind, unit in order]
-        found.append([each for each, _ in itertools.groupby(numbers)])  # a unit may send several messages
-    assert found[0] == found[1]
-    backward = found[0][found[0].index(("reduce_scatter", 3)) :]
-    gather, reduce = "all_gather", "reduce_scatter"
-    assert backward == [(reduce, 3), (gather, 1), (reduce, 2), (gather, 0), (reduce, 1), (reduce, 0)]
-
-
 @on_ranks(2)
 @each_value(group=GROUPS, setting=[True, None, False], recompute=["", "members", "", "all"])
 def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) -> None:
-    """Every group trains as without sharding, whatever runs between its members, in any way to call the head.
-
-    Microbatches that are not synchronized add up, also of chunks that have a backward each.
-    """
+    """Every group trains as without sharding, whatever runs between its members, in any way to call the head."""
     model, reference = grouped(rank, group, Language(recompute), reshard_after_forward=setting)
     ways = CALLS if model.head in GROUPS[group](model) else CALLS[:3]  # the root's own are called by the root only
     for how in ways:
@@ -275,15 +235,6 @@ def test_pairs_of_blocks(rank: Rank) -> None:
     assert [isinstance(weight, DTensor) for weight in model.read] == [True, False] * 5
 
 
-# ---------------------------------------------------------------- copies and saved weights
-
-
-# ---------------------------------------------------------------- failures
-
-
-# ---------------------------------------------------------------- controls
-
-
 @on_ranks(2)
 def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
     """``unshard``, ``reshard`` and what is set on one member holds for all, also in lists of modules to prefetch."""
@@ -299,19 +250,16 @@ def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
     model.norm.set_modules_to_backward_prefetch([model.blocks[2]])
     model.head.set_reshard_after_forward(False)
     model.norm.set_gradient_divide_factor(1.0)
-    for gathers in (0, 1):  # it was unsharded by hand before the first forward
+    for times in (0, 1):  # it was unsharded by hand before the first forward
         model.zero_grad()
         seen, loss = count(lambda: loss_at(0)(model, rank.rank))
-        assert seen["all_gather norm"] == gathers and "norm" in gathered(model)
+        assert seen["all_gather norm"] == times and "norm" in gathered(model)
         seen, _ = count(loss.backward)
         assert seen["all_gather norm"] == 0
     reference_backward(reference, rank.world_size, loss_at(0))
     for parameter in (*reference.norm.parameters(), *reference.head.parameters()):
         parameter.grad *= rank.world_size
     assert_same_gradients(model, reference)
-
-
-# ---------------------------------------------------------------- roots
 
 
 @on_ranks(2)

@@ -14,23 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from uneven import Uneven
 
 from compare import assert_equal, assert_models_equal
-from front_ends import (
-    COMPOSABLE,
-    adam,
-    assert_at_rest,
-    both_backward,
-    build,
-    sharded_with_reference,
-)
+from front_ends import COMPOSABLE, adam, assert_at_rest, both_backward, build, sharded_with_reference
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from fullshard.activation_checkpoint import offload_activations
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.settings import UnitPolicy
-from models import Stack, reference_backward, square_loss
+from models import Mlp, Stack, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
@@ -61,28 +53,31 @@ def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, st
     assert_models_equal(model, reference, **CLOSE)
 
 
-# -------------------------------------------------------------------- parity
-
-
 @on_ranks(1, 2)
 def test_parity(rank: Rank) -> None:
     """Adam steps on offloaded shards equal the reference, pinned or not; afterwards the device holds nothing."""
-    for make, pin in ((small, True), (Uneven, False)):
+    for make, pin in ((small, True), (lambda: Mlp(6, 7, 1, 5), False)):
         model, reference = offloaded(rank, make, pin=pin)
         train(model, reference, rank, steps=2)
         if rank.world_size > 1 or rank.device.type != "cpu":
             assert_at_rest(model)
 
 
-# -------------------------------------------------------------------- gradients
+@on_ranks(4)
+def test_parity_on_two_axes(rank: Rank) -> None:
+    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch; and with subgroups."""
+    for options in ({"mesh": rank.make_mesh(2, 2, names=("replicate", "shard"))}, {"reshard_after_forward": 2}):
+        model, reference = offloaded(rank, **options)
+        for step in range(2):
+            model.set_requires_all_reduce(step == 1)
+            both_backward(model, reference, rank, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
 
 
 @on_ranks(1, 2)
 def test_gradients_are_added(rank: Rank) -> None:
-    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there.
-
-    A gradient kept by the user after it was cleared is not written to by later steps.
-    """
+    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there."""
     model, reference = offloaded(rank)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         ours.grad, theirs.grad = torch.ones_like(ours.detach()), torch.ones_like(theirs)
@@ -103,7 +98,7 @@ def test_gradients_are_added(rank: Rank) -> None:
 
 @on_ranks(1, 2)
 def test_optimizer_in_a_hook(rank: Rank) -> None:
-    """A hook on a parameter runs when its gradient has landed, and may step and drop it."""
+    """A hook on a parameter runs when its gradient is in host memory, and may step and drop it."""
     model, reference = offloaded(rank)
     optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in model.parameters()}
 
@@ -124,10 +119,7 @@ def test_optimizer_in_a_hook(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_last_backward_at_the_end(rank: Rank) -> None:
-    """Pipelines that wait at the end only: by then all microbatches have landed, however often they were reduced.
-
-    The user's all-reduce hook sees gradients on the device, before they go to the host.
-    """
+    """Pipelines that wait at the end only: by then all microbatches are reduced, however often they were reduced."""
     model, reference = offloaded(rank)
     for step in range(3):
         model.set_is_last_backward(step == 2)
@@ -151,9 +143,6 @@ def test_last_backward_at_the_end(rank: Rank) -> None:
     assert devices == {rank.device}
 
 
-# -------------------------------------------------------------------- what is where
-
-
 @on_ranks(2)
 def test_some_units_offload(rank: Rank) -> None:
     """Units with and without the policy mix, and a deep copy keeps it."""
@@ -169,11 +158,7 @@ def test_some_units_offload(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_a_fraction(rank: Rank) -> None:
-    """Half of the bytes of each unit: losses and clipped steps are bitwise those without, with the same collectives.
-
-    Ten steps of two microbatches. The largest parameters that fit are offloaded, the same on all ranks, also in a copy
-    and after a change of dtype; 0 offloads nothing and 1 everything.
-    """
+    """Half of the bytes of each unit: losses and clipped steps are bitwise those without, with the same collectives."""
     results = []
     for fraction in (None, 0.5):
         kind = OffloadPolicy() if fraction is None else CPUOffloadPolicy(fraction=fraction)

@@ -137,10 +137,7 @@ class _Doubling(dist.ProcessGroup):
 
 @on_ranks(1, fresh=True)  # torch cannot destroy such a group, as the next body would
 def test_a_group_written_in_python(rank: Rank) -> None:
-    """A back end that a program has registered, and that implements nothing but the collectives, is used.
-
-    A single rank needs none.
-    """
+    """A back end that a program has registered, and that implements nothing but the collectives, is used."""
     assert type(make_transport(rank.group, torch.device("meta"))) is SingleRankTransport
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -57,16 +57,10 @@ def mixed(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Te
     return (torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator) ** 4).to(dtype)
 
 
-# Blocks
-
-
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_bounded(name: Literal["int8", "fp8"], dtype: torch.dtype) -> None:
-    """int8 is off by half a step of the block; fp8 by a sixteenth of the value, or half its smallest step.
-
-    The last block is not full.
-    """
+    """int8 is off by half a step of the block; fp8 by a sixteenth of the value, or half its smallest step."""
     values = mixed(3, 20_001, dtype)
     found = through(BlockFormat(name, BLOCK), values.unsqueeze(0))[0]
     largest, own = largest_of_block(values), values.to(torch.float32)
@@ -100,9 +94,6 @@ def test_special_blocks(name: Literal["int8", "fp8"]) -> None:
     assert_equal(parts["denormal"], 0 * ones, "denormal")
     for lost in ("inf", "-inf", "nan", "rest"):
         assert bool(parts[lost].isnan().all()), lost
-
-
-# Gathers
 
 
 def wait(works: object) -> None:
@@ -166,9 +157,6 @@ def test_small_elements_of_a_message(rank: Rank, base: Callable[..., Transport])
     bound = 1e6 / 127
     for found in (reduce.shard, tensor):
         assert (found[:200] - sums[:200]).abs().max() < 2 * bound
-
-
-# Reductions
 
 
 @on_ranks(3)

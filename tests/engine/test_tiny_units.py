@@ -81,10 +81,7 @@ PATTERNS: dict[str, tuple[str, str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_launches(rank: Rank, pattern: str) -> None:
-    """Tiny units before a large one are all-gathered in its launch, and reduced in their own.
-
-    Neither number nor sizes of messages change, nor bits, only how they are launched.
-    """
+    """Tiny units before a large one are all-gathered in its launch, and reduced in their own."""
     model, alone = (sharded(rank, Chain(pattern), limit=n, reshard_after_forward=True) for n in (LIMIT, 0))
     for step in range(3):
         forward, backward = run_step(model, rank, step)
@@ -118,10 +115,7 @@ def test_long_rows_are_cut(rank: Rank) -> None:
 
 @on_ranks(1, 2)
 def test_size_at_the_limit(rank: Rank) -> None:
-    """A unit is tiny if it has at most as many bytes as the transport says, gathered and in the dtype it travels in.
-
-    On one rank, where nothing travels, none is.
-    """
+    """A unit is tiny if its all-gather makes at most as many bytes as the transport says."""
     for limit, precision, expected in ((512, None, True), (511, None, False), (256, torch.bfloat16, True)):
         with tiny_units(up_to=limit):
             one = fully_shard(nn.LayerNorm(WIDTH), mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(precision))
@@ -130,15 +124,9 @@ def test_size_at_the_limit(rank: Rank) -> None:
     assert GlooTransport.tiny_bytes == 64 * 1024 and unit_of(usual).tiny == (rank.world_size > 1)
 
 
-# ---------------------------------------------------------------- memory
-
-
 @on_ranks(2)
-def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
-    """Beside one large unit that computes and one ahead only the tiny ones on the way to it hold memory.
-
-    No unsharded gradient outlives backward.
-    """
+def test_large_units_are_still_unsharded_two_at_a_time(rank: Rank) -> None:
+    """Beside one large unit that computes and a prefetched one only the tiny ones between them hold memory."""
     model = sharded(rank, Chain("LnLnnLnLL"), reshard_after_forward=True)
     large = {f"parts.{i}" for i, part in enumerate(model.parts) if isinstance(part, nn.Linear)}
     seen: list[set[str]] = []
@@ -168,7 +156,7 @@ def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
     run_step(model, rank)
     assert len(alive) == 2 * len(model.parts) and not any(gradient() is not None for gradient in alive)
     assert most <= 2 * 2  # of two units
-    model.run = [0, 5, 7, 8]  # 2 is gathered ahead in vain
+    model.run = [0, 5, 7, 8]  # 2 is prefetched in vain
     seen.clear()
     run_step(model, rank)
     assert max(len(names & large) for names in seen) == 2

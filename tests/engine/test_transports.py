@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from user_collectives import Gather, Scatter
+from user_collectives import Scatter
 
 from compare import assert_close, assert_equal
 from fullshard import fully_shard
@@ -27,8 +27,6 @@ from fullshard.comm import (
     GradScaling,
     NcclTransport,
     Operand,
-    ProcessGroupMemoryAllGather,
-    ProcessGroupMemoryReduceScatter,
     Transport,
     collective,
     make_transport,
@@ -127,9 +125,6 @@ class MessageLog:
         self.messages.append((peer, tensors[0].nbytes))
         self.places.append(tensors[0].data_ptr())
         return self.group.send(tensors, peer, tag)
-
-
-# ---------------------------------------------------------------- values
 
 
 @on_ranks(2, 4)
@@ -262,9 +257,6 @@ def test_issued_collectives_are_waited_for_before_an_error_is_raised(error: type
     assert waited == ["a", "b", "c"]
 
 
-# ---------------------------------------------------------------- messages of gloo
-
-
 @GLOO
 @on_ranks(2, 4)
 def test_small_operands_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
@@ -320,9 +312,6 @@ def test_ranks_with_different_launches_time_out(rank: Rank) -> None:
         dist.destroy_process_group(group)
 
 
-# ---------------------------------------------------------------- records
-
-
 @on_ranks(2, 4)
 @TRANSPORTS
 def test_every_operand_is_recorded(rank: Rank, kind: type[Transport]) -> None:
@@ -357,55 +346,6 @@ def test_every_operand_is_recorded(rank: Rank, kind: type[Transport]) -> None:
     assert failed == [expected("all_gather", "f", torch.float32, 4, 4)]
 
 
-# ---------------------------------------------------------------- custom collectives
-
-
-@GLOO
-@on_ranks(2)
-@pytest.mark.parametrize("whose", ["later", "at once", "torch", "process group memory"])
-def test_custom_collectives(rank: Rank, whose: str) -> None:
-    """The user's objects are called once per operand, in memory of theirs; the group's transport does the rest.
-
-    Objects of torch's own classes serve as well, and ordinary memory where gloo has no memory pool.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-    gather, scatter = {
-        "later": (Gather(), Scatter()),
-        "at once": (Gather(done=True), Scatter(done=True)),
-        "torch": (DefaultAllGather(), DefaultReduceScatter()),
-        "process group memory": (
-            ProcessGroupMemoryAllGather(rank.group),
-            ProcessGroupMemoryReduceScatter(rank.group),
-        ),
-    }[whose]
-    base = GlooTransport(rank.group)
-    transport = CustomTransport(base, gather, scatter)
-    assert transport.direct_bytes > 10**15
-    buffers = [transport.allocate("all_gather", 2 * n, torch.float32, CPU) for n in (3, 7)]
-    operands = [Operand(values(rank.rank, n), r) for n, r in zip((3, 7), buffers, strict=True)]
-    with record() as seen:
-        wait(transport.all_gather([CommRequest("a", operands[:1]), CommRequest("b", operands[1:])]))
-    assert [(c.kind, c.unit) for c in seen] == [("all_gather", "a"), ("all_gather", "b")]
-    assert len({c.launch for c in seen}) == 1
-    for operand in operands:
-        assert_gathered(rank, operand, str(operand.shard.numel()))
-    scalings = [GradScaling(after=2), GradScaling(), GradScaling(2, 2), GradScaling(1, 2, native=False)]
-    for scaling in scalings:
-        (operand,) = to_reduce(rank, 5)
-        wait(transport.reduce_scatter([CommRequest("a", [operand], scaling)]))
-        assert_equal(operand.shard, sum_for(rank, 5) / (scaling.before * scaling.after), str(scaling))
-    tensor = values(rank.rank, 5)
-    wait(transport.all_reduce([CommRequest("a", in_place([tensor]))]))
-    assert_equal(tensor, values(0, 5) + values(1, 5), "all-reduce")
-    alone = CustomTransport(base, reduce_scatter=scatter)  # its all-gather is the group's, in the engine's memory
-    assert alone.allocate("all_gather", 4, torch.float32, CPU) is None
-    wait(alone.all_gather([CommRequest("a", [to_gather(rank, 2)])]))
-    wait(CustomTransport(base, all_gather=gather).reduce_scatter([CommRequest("b", to_reduce(rank, 2))]))
-    if isinstance(gather, Gather):
-        assert [numel for numel, _, _ in gather.called] == [6, 14] and len(scatter.called) == len(scalings)
-
-
 def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
     """Who still refers to a tensor does not count: that may differ between ranks, and making memory is a collective."""
     made: list[torch.Tensor] = []
@@ -430,15 +370,9 @@ def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
     assert len(made) == 4
 
 
-# ---------------------------------------------------------------- groups, and NCCL
-
-
 @on_ranks(4)
 def test_part_of_a_group(rank: Rank) -> None:
-    """A group made from the user's has its time-out; its ranks find each other, also if one is in more groups.
-
-    c10d has the number of groups that a rank is in in the names that it makes.
-    """
+    """A group made from the user's has its time-out; its ranks find each other, also if one is in more groups."""
     timeout = timedelta(seconds=77)
     pairs = [dist.new_group([first, first + 1], timeout=timeout) for first in (0, 2)]
     if rank.rank in (0, 3):

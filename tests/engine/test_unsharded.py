@@ -1,4 +1,4 @@
-"""``with unsharded(module)``: parameters are gathered once and stay, whatever runs inside."""
+"""``with unsharded(module)``: parameters are unsharded once and stay, whatever runs inside."""
 
 from __future__ import annotations
 
@@ -54,11 +54,8 @@ def pointers(model: nn.Module) -> list[int]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_gathers_once(rank: Rank, context: Any) -> None:
-    """Loops inside gather nothing, with parameters at addresses that stay; afterwards all is as before.
-
-    A unit of several modules is held once, also if only a part of it runs.
-    """
+def test_unshards_once(rank: Rank, context: Any) -> None:
+    """Loops inside all-gather nothing, with parameters at addresses that stay; afterwards all is as before."""
     model, reference = made(rank)
     for _ in range(2):
         with context(), record() as entering, unsharded(model) as same:
@@ -99,7 +96,7 @@ def test_nested_and_of_parts(rank: Rank) -> None:
         with unsharded(model.blocks):
             assert gathered(model) == ALL
             assert [c.unit for c in check_output(model, reference)] == [""]
-            model.blocks[0].reshard()  # by hand: the next forward gathers it, and holds it again
+            model.blocks[0].reshard()  # by hand: the next forward unshards it, and it stays so
             assert [c.unit for c in check_output(model, reference)] == ["", "blocks.0"]
             assert [c.unit for c in check_output(model, reference)] == [""]
         with unsharded(nn.Linear(2, 2)) as plain:
@@ -118,10 +115,7 @@ def test_nested_and_of_parts(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("setting", [None, False])
 def test_training_inside(rank: Rank, setting: bool | None) -> None:
-    """Training inside is right: gradients are reduced, and a forward after an optimizer step all-gathers anew.
-
-    Microbatches without synchronization inside add up with one outside; ``zero_grad`` inside clears all of them.
-    """
+    """Training inside is right: gradients are reduced, and a forward after an optimizer step all-gathers anew."""
     model, reference = made(rank, reshard_after_forward=setting)
     sharded = dict(model.named_parameters())
     optimizers = [sgd(m, 0.1) for m in (model, reference)]
@@ -247,7 +241,7 @@ def test_prefetched_unit_that_a_forward_unshards_and_does_not_run(rank: Rank, by
         model(batch(0, 0, 2, 6), run=[0])
     handle.remove()
     assert gathered(model) == ["", "blocks.1"]
-    assert_equal(model.blocks[1].up.weight.detach(), reference.blocks[1].up.weight.detach(), "held weight")
+    assert_equal(model.blocks[1].up.weight.detach(), reference.blocks[1].up.weight.detach(), "weight")
     held.close()
     for module in (model, model.blocks[1]):
         module.reshard()
