@@ -63,13 +63,18 @@ def chunk_of(full: torch.Tensor, rank: int, world_size: int, dim: int) -> torch.
 
 
 def fill_shard(layout: PerParameterLayout, rank: int, values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """One rank's shard buffer, with each parameter's torch.chunk piece where the layout says."""
+    """One rank's shard buffer, with each parameter's torch.chunk piece in one block where the layout says."""
     shard = torch.zeros(layout.shard_numel, dtype=dtype)
     for slot, full in zip(layout.slots, values, strict=True):
-        cut, replicated = slot.parameter.cut, slot.route is Route.REPLICATED
-        piece = full if replicated else chunk_of(full, rank, layout.world_size, cut)
-        assert slot.local_shape(rank) == tuple(piece.shape)
-        shard.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset).copy_(piece)
+        whole = slot.route is Route.REPLICATED or layout.world_size == 1
+        piece = full if whole else chunk_of(full, rank, layout.world_size, slot.parameter.cut)
+        shape, stride = slot.local_shape(rank), slot.local_stride(rank)
+        assert shape == tuple(piece.shape) and is_dense(shape, stride) and piece.numel() <= slot.shard_numel
+        if not whole and not slot.row_major:
+            assert stride == torch.empty(shape).stride()
+        elif whole or (piece.numel() and slot.rows > 1):  # shards are neighbors in the parameter's own order
+            assert stride == piece.stride() and piece.storage_offset() == (0 if whole else rank * slot.shard_numel)
+        shard.as_strided(shape, stride, slot.shard_offset).copy_(piece)
     return shard
 
 
@@ -98,27 +103,11 @@ def test_shards(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
     """Each rank has torch.chunk's rows of each parameter, in one block; together they give it with its own strides."""
     layout, dtype = drawn
     values = [values_of(slot.parameter, dtype) for slot in layout.slots]
-    for slot, full in zip(layout.slots, values, strict=True):
-        check_shards(slot, full, layout.world_size)
     shards = [fill_shard(layout, rank, values, dtype) for rank in range(layout.world_size)]
     full = all_gather(layout, shards)
     for slot, value in zip(layout.slots, values, strict=True):
         found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.unsharded_offset)
         assert torch.equal(found, value), slot
-
-
-def check_shards(slot: Slot, full: torch.Tensor, world_size: int) -> None:
-    """Require one block per shard: in the parameter's own order where shards are neighbors in it, else contiguous."""
-    for rank in range(world_size):
-        shape, stride = slot.local_shape(rank), slot.local_stride(rank)
-        assert is_dense(shape, stride) and math.prod(shape) <= slot.shard_numel
-        if slot.route is Route.REPLICATED or world_size == 1:
-            assert (shape, stride) == (slot.parameter.shape, slot.parameter.stride)
-        elif not slot.row_major:
-            assert stride == torch.empty(shape).stride()
-        elif math.prod(shape) and slot.rows > 1:
-            piece = chunk_of(full, rank, world_size, slot.parameter.cut)
-            assert stride == piece.stride() and piece.storage_offset() == rank * slot.shard_numel
 
 
 @given(layouts())
