@@ -191,7 +191,7 @@ def test_assigned_data_takes_effect_or_raises(rank: Rank, front_end: FrontEnd, a
             ASSIGNMENTS[assignment](model.layers[0].weight)
         return
     ASSIGNMENTS[assignment](model.layers[0].weight)
-    if front_end is RAGGED and assignment in ("plus one", "back up and replace"):
+    if front_end == RAGGED and assignment in ("plus one", "back up and replace"):
         reference.layers[0].weight.data += 1
         assert_trains_alike(model, reference, rank, steps=1)
         return
