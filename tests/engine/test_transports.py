@@ -27,6 +27,8 @@ from fullshard.comm import (
     GradScaling,
     NcclTransport,
     Operand,
+    SymmetricMemoryAllGather,
+    SymmetricMemoryReduceScatter,
     Transport,
     collective,
     make_transport,
@@ -344,6 +346,19 @@ def test_every_operand_is_recorded(rank: Rank, kind: type[Transport]) -> None:
         Collective("all_reduce", "d", torch.float32, 7, 2 * 28 * others // (others + 1), first + 2),
     ]
     assert failed == [expected("all_gather", "f", torch.float32, 4, 4)]
+
+
+@GLOO
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [SymmetricMemoryAllGather, SymmetricMemoryReduceScatter])
+def test_symmetric_memory_needs_nccl(rank: Rank, kind: Any) -> None:
+    """Without it, and with another back end of symmetric memory, making the object raises."""
+    for back_end, words in (
+        ("NCCL", "expected a CUDA device and a process group with the NCCL backend"),
+        ("NVSHMEM", "expected backend=\"NCCL\", found 'NVSHMEM'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind(rank.group, back_end)
 
 
 def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
