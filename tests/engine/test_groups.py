@@ -25,7 +25,6 @@ from ranks import Rank, on_ranks
 
 DIM, VOCABULARY = 6, 13
 WIDE = 128  # enough that a unit of blocks is not tiny
-BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 class Language(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from compare import assert_equal, assert_models_equal
-from front_ends import COMPOSABLE, adam, assert_at_rest, both_backward, build, sharded_with_reference
+from front_ends import CLOSE, COMPOSABLE, adam, assert_at_rest, both_backward, build, sharded_with_reference
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from fullshard.activation_checkpoint import offload_activations
 from fullshard.comm import record
@@ -25,7 +25,6 @@ from fullshard.engine.settings import UnitPolicy
 from models import Mlp, Stack, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BF16_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -41,11 +40,11 @@ def offloaded(
     return sharded_with_reference(COMPOSABLE, rank, build(make), offload_policy=policy, **options)
 
 
-def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, steps: int = 1) -> None:
+def train(model: Any, reference: Any, rank: Rank, steps: int = 1) -> None:
     """Adam steps whose losses, gradients and weights have to agree."""
     optimizers = [adam(m.parameters()) for m in (model, reference)]
     for step in range(steps):
-        both_backward(model, reference, rank, loss_at(step))
+        both_backward(model, reference, rank, square_loss(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
