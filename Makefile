@@ -33,7 +33,7 @@ SOME_ON_ACCELERATOR := \
 	$(call of,training/test_exceptions,step_after_a_failure pending_gradients_and_failures \
 		backward_after_one_that_raised all_gather_that_fails) \
 	$(call of,engine/test_collectives,two_losses_on_one_graph) \
-	$(call of,engine/test_offload,parity parity_on_two_axes mixed_precision gradients_are_added optimizer_in_a_hook \
+	$(call of,engine/test_offload,parity parity_on_two_axes gradients_are_added optimizer_in_a_hook \
 		last_backward_at_the_end some_units_offload a_fraction) \
 	$(call of,engine/test_hsdp,interleavings microbatches_add_up_in_the_reduce_dtype) \
 	$(call of,engine/test_ragged,parameters_of_all_kinds subgroups) \

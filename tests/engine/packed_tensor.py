@@ -3,8 +3,8 @@
 Two families, as in practice:
 
 - :class:`PackedWeight`: frozen int8 codes with a scale per row, like NF4. Four times smaller than what it stands
-  for, gathered as it is, expanded in the layer.
-- :class:`CastWeight` and its subclasses: trainable, kept in high precision, cast for the gather, like float8.
+  for, all-gathered as it is, expanded in the layer.
+- :class:`CastWeight` and its subclasses: trainable, kept in high precision, cast for the all-gather, like float8.
 
 ``calls`` of a class lists what the protocol was called with; :func:`forget_calls` empties all of them.
 """
@@ -18,6 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+from compare import assert_close
+from front_ends import AFTER_ADAM
+from fullshard.comm import record
+from models import reference_backward, square_loss
+from ranks import Rank
 
 aten = torch.ops.aten
 
@@ -95,7 +101,7 @@ class PackedWeight(torch.Tensor):
         if out is not None:
             calls.append(Call("refill", (self, outputs, metadata, dtype)))
             assert isinstance(out, PackedWeight)
-            assert _storage(out.codes) == _storage(codes)  # what is gathered has to land where `out` looks
+            assert _storage(out.codes) == _storage(codes)  # the all-gather has to fill what `out` looks at
             assert _storage(out.scale) == _storage(scale)
             return None
         calls.append(Call("post", (self, outputs, metadata, dtype)))
@@ -182,11 +188,11 @@ class Adapted(nn.Module):
         return _PackedProduct.apply(x, self.weight) + self.up(self.down(x))
 
 
-# Cast: trainable, high precision at rest, low on the wire.
+# Cast: trainable, high precision at rest, low in the all-gather.
 
 
 class CastWeight(torch.Tensor):
-    """Base: wraps a float tensor and behaves as it. Subclasses say what travels.
+    """Base: wraps a float tensor and behaves as it. Subclasses say what is sent.
 
     ``hint`` stands for what libraries put on the local tensor between steps (float8: a precomputed scale).
     """
@@ -241,7 +247,7 @@ def _refill(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class RoundedWeight(CastWeight):
-    """Travels as bfloat16 and is used in the unit's dtype. One argument."""
+    """Sent as bfloat16 and is used in the unit's dtype. One argument."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         calls.append(Call("pre", (self, mesh, self.hint)))
@@ -274,7 +280,7 @@ class SizedRoundedWeight(RoundedWeight):
 
 
 class ScaledWeight(CastWeight):
-    """Travels as int8 with one scale for all ranks, which it agrees on with a collective of its own, like float8."""
+    """Sent as int8 with one scale for all ranks, which it agrees on with a collective of its own, like float8."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         largest = self.inner.abs().max() if self.inner.numel() else self.inner.new_zeros(())
@@ -344,3 +350,29 @@ def casting(model: nn.Module, kind: type[CastWeight]) -> nn.Module:
         layer.__class__ = CastLinear
         layer.cast = CASTS[kind]
     return model
+
+
+def train_both(
+    model: nn.Module, reference: nn.Module, rank: Rank, *shape: int, microbatches: int = 1, after_step: Any = None
+) -> int:
+    """Two steps of AdamW on both, whose losses and trained parameters agree; bytes that were all-gathered."""
+    trained = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in trained]
+    with record() as seen:
+        for number in range(2 * microbatches):
+            loss_of = square_loss(number, *shape)
+            loss = loss_of(model, rank.rank)
+            with torch.no_grad():
+                assert_close(loss.detach(), loss_of(reference, rank.rank), f"loss {number}", **AFTER_ADAM)
+            loss.backward()
+            reference_backward(reference, rank.world_size, loss_of)
+            if (number + 1) % microbatches == 0:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if after_step is not None:
+                    after_step(model)
+    found = [p.full_tensor().detach() for p in trained[0]]  # packed weights have no full tensor of floats
+    for ours, theirs in zip(found, trained[1], strict=True):
+        assert_close(ours, theirs.detach(), f"parameter of shape {tuple(theirs.shape)}", **AFTER_ADAM)
+    return sum(c.nbytes for c in seen if c.kind == "all_gather")

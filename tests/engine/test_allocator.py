@@ -1,4 +1,4 @@
-"""The setting of the C allocator: what it is told, when it is left alone, and that it can be undone."""
+"""The setting of the C allocator: what is set, when it is left alone, and that it can be undone."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ MEBIBYTE = 2**20
 
 
 class Glibc:
-    """In place of the C library: notes what it is told."""
+    """In place of the C library: notes its settings."""
 
     def __init__(self, largest: int = 2**31) -> None:
-        self.told: list[tuple[int, int]] = []
-        self.trims = 0
-        self._largest = largest
+        self.settings: list[tuple[int, int]] = []
+        self.trims, self._largest = 0, largest
 
     def mallopt(self, parameter: int, value: int) -> int:
         """As in malloc.h: 1 if it was taken."""
         if parameter == MMAP and value > self._largest:
             return 0
-        self.told.append((parameter, value))
+        self.settings.append((parameter, value))
         return 1
 
     def malloc_trim(self, pad: int) -> int:
@@ -41,7 +40,7 @@ class Glibc:
 
 @pytest.fixture
 def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
-    """A process that nobody has told anything."""
+    """A process in which nothing is set."""
     library = Glibc()
     for name in ("FULLSHARD_KEEP_FREED_MEMORY", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
         monkeypatch.delenv(name, raising=False)
@@ -51,19 +50,15 @@ def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
 
 
 @pytest.mark.parametrize("undo", [None, False])
-def test_what_the_allocator_is_told(glibc: Glibc, monkeypatch: pytest.MonkeyPatch, undo: bool | None) -> None:
-    """Larger blocks are mapped on their own; the rest stays with the process. The last call counts.
-
-    Undoing sets both thresholds back to 128 KiB and returns memory; if they were never set they stay adaptive, which
-    any call would end.
-    """
-    assert keep_freed_memory(undo) is True and glibc.told == [] and glibc.trims == 0
+def test_settings_of_the_allocator(glibc: Glibc, monkeypatch: pytest.MonkeyPatch, undo: bool | None) -> None:
+    """Larger blocks are mapped on their own; the rest stays with the process. The last call counts."""
+    assert keep_freed_memory(undo) is True and glibc.settings == [] and glibc.trims == 0
     for size in (2 * MEBIBYTE, MEBIBYTE):
         assert keep_freed_memory(size) is True
-        assert glibc.told[-2:] == [(MMAP, size), (TRIM, -1)] and glibc.trims == 0
-    assert len(glibc.told) == 4
+        assert glibc.settings[-2:] == [(MMAP, size), (TRIM, -1)] and glibc.trims == 0
+    assert len(glibc.settings) == 4
     assert keep_freed_memory(undo) is True
-    assert glibc.told[4:] == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
+    assert glibc.settings[4:] == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
 
 
 def test_an_old_allocator(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +68,7 @@ def test_an_old_allocator(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
         monkeypatch.setattr(allocator, "_glibc", lambda old=old: old)
         assert ask() in (None, True)
-        assert old.told == [(MMAP, 32 * MEBIBYTE), (TRIM, -1)]
+        assert old.settings == [(MMAP, 32 * MEBIBYTE), (TRIM, -1)]
     monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(largest=0))
     assert keep_freed_memory() is False
 
@@ -83,12 +78,12 @@ def test_front_ends_set_it_once(glibc: Glibc, chosen: int | None) -> None:
     """However many units are made; but they leave what the user chose, whether more, less or nothing is kept."""
     for _ in range(3):
         keep_freed_memory_by_default()
-    assert glibc.told == [(MMAP, KEPT_BLOCK_BYTES), (TRIM, -1)]
+    assert glibc.settings == [(MMAP, KEPT_BLOCK_BYTES), (TRIM, -1)]
     allocator._settings = allocator._AllocatorSettings()
     keep_freed_memory(chosen)
-    glibc.told.clear()
+    glibc.settings.clear()
     keep_freed_memory_by_default()
-    assert glibc.told == []
+    assert glibc.settings == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +101,7 @@ def test_front_ends_leave_what_the_environment_says(
     """Our own switch, which is stronger than the program, and glibc's variables."""
     monkeypatch.setenv(name, value)
     keep_freed_memory_by_default()
-    assert glibc.told == []
+    assert glibc.settings == []
     assert keep_freed_memory() is (name != "FULLSHARD_KEEP_FREED_MEMORY")
 
 

@@ -14,14 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import fullshard
-from fullshard import (
-    DataParallelMeshDims,
-    FSDPMeshInfo,
-    FSDPModule,
-    FullshardError,
-    ShardPlacementResult,
-    fully_shard,
-)
+from fullshard import DataParallelMeshDims, FSDPMeshInfo, FSDPModule, FullshardError, ShardPlacementResult, fully_shard
 from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
@@ -50,6 +43,7 @@ MESHES = {
     "shard(plain, dp_mesh_dims=Dims(shard='dp'))": r"expected axes of the mesh, \[\], found \['dp'\]",
     "shard(plain, mesh=named, dp_mesh_dims=Dims(shard='b'))": (
         r"0\.weight: dp_mesh_dims: expected all parameters to be DTensors on the mesh, or annotated"
+        r".* found a plain tensor without placements on the axes \['a'\]"
     ),
     "shard(dtensors(named, Shard(0)), mesh=named, dp_mesh_dims=Dims(shard='b'))": (
         r"0\.weight: expected a DTensor with Replicate\(\) on the data-parallel axis 'b', found S"
@@ -75,6 +69,29 @@ POLICIES = {
     "MixedPrecisionPolicy(reduce_dtype=torch.int32)": "reduce_dtype: expected a floating-point dtype",
     "MixedPrecisionPolicy(output_dtype=torch.complex64)": "output_dtype: expected a floating-point dtype",
     "MixedPrecisionPolicy(cast_forward_inputs=1)": "cast_forward_inputs: expected True or False, found 1",
+    "MixedPrecisionPolicy(param_dtype_override_fn=torch.bfloat16)": "TypeError: .*expected a function",
+    **{
+        f"shard(plain, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=lambda _: {answer}))": (
+            f"{error}: .*param_dtype_override_fn, for 0.weight"
+        )
+        for answer, error in (("'bf16'", "TypeError"), ("torch.int8", "ValueError"))
+    },
+    **{
+        f"CPUOffloadPolicy(fraction={value})": "ValueError: .*fraction: expected a number from 0 to 1"
+        for value in ("-0.1", "1.1", "float('nan')")
+    },
+    **{f"CPUOffloadPolicy(fraction={value})": "TypeError: .*fraction: expected a number" for value in ("True", "'1'")},
+    "CommQuantization(all_gather='int4')": "ValueError: .*all_gather: expected one of",
+    "CommQuantization(reduce='fp8')": "ValueError: .*reduce: expected one of",
+    "CommQuantization(block=100)": "ValueError: .*multiple of 16",
+    "CommQuantization(block=0)": "ValueError: .*multiple of 16",
+    "CommQuantization(block=32.0)": "TypeError: .*block: expected an int",
+    "CommQuantization(min_bytes=-1)": "ValueError: .*at least 0",
+    "CommQuantization(min_bytes=True)": "TypeError: .*min_bytes: expected an int",
+    "sharded.set_comm_quantization('int8')": r"TypeError: .*expected a fullshard\.CommQuantization or None, found str",
+    "sharded.set_comm_quantization(replicate=CommQuantization(all_gather='int8'))": (
+        "ValueError: .*nothing is all-gathered over the replicate axis"
+    ),
 }
 PLACEMENTS = {
     "shard(plain, shard_placement_fn=Shard(1))": "shard_placement_fn: expected a function, found Shard",
@@ -138,6 +155,7 @@ COMMUNICATION = {
     "custom().set_allocate_memory_from_process_group_for_comm(True)": (
         "ValueError: .*unit .* has a custom collective, which allocates its own buffers"
     ),
+    **{f"{kind}()": "TypeError: .*abstract" for kind in ("Comm", "AllGather", "ReduceScatter")},
     "custom().set_symm_mem_for_comm()": "ValueError: set_symm_mem_for_comm: unit .* has a custom collective",
 }
 FUNCTIONS = {

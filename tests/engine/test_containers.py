@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
+from containers import CONTAINERS, UNKNOWN_CLASSES, Fields, FrozenFields, pack, tensors_of
 from fullshard.engine.containers import MOST_OBJECTS, iterate_tensors, map_tensors, tensors_within
 
 A, B, C = (torch.full((2,), float(i)) for i in range(3))
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    left: Any
-    right: Any
-
-
-@dataclasses.dataclass
-class Output:
-    """An ordinary dataclass."""
-
-    logits: Any
-    loss: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """Frozen, with a field that ``__init__`` does not take."""
-
-    value: Any
-    count: int = dataclasses.field(default=7, init=False)
-    cache: Any = dataclasses.field(default=None, init=False)
 
 
 class Picky(dict):
@@ -50,36 +27,6 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-NESTED: dict[str, tuple[Any, list[torch.Tensor]]] = {
-    "tensor": (A, [A]),
-    "list": ([A, 1, [B]], [A, B]),
-    "tuple": ((A, (B, C), "x"), [A, B, C]),
-    "named tuple": (Pair(A, [B]), [A, B]),
-    "dict": ({"a": A, "n": None, "b": {"c": C}}, [A, C]),
-    "OrderedDict": (collections.OrderedDict(z=A, a=B), [A, B]),
-    "defaultdict": (collections.defaultdict(list, a=A), [A]),
-    "dict subclass": (Picky("mine", a=A), [A]),
-    "dataclass": (Output(A, Output(B)), [A, B]),
-    "frozen dataclass": (Frozen([A, B]), [A, B]),
-    "everything": ([{"p": Pair(Output((A,)), Frozen({"x": B}))}, None, C], [A, B, C]),
-}
-WITHOUT = [
-    None,
-    3,
-    "text",
-    [],
-    (),
-    {},
-    [1, (2, {"a": None})],
-    Pair(1, 2),
-    Output(1),
-    Frozen("x"),
-    {1, 2},
-    Output,
-    object(),
-]
-
-
 def same_structure(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
@@ -92,13 +39,11 @@ def same_structure(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Tensor) or one == other
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", [name for name in CONTAINERS if name not in UNKNOWN_CLASSES])
 def test_tensors_are_found_and_replaced(name: str) -> None:
-    """Every tensor is found, depth first, and replaced; containers keep their types, and the original is untouched.
-
-    Where the function changes no tensor, the very same container comes back.
-    """
-    value, tensors = NESTED[name]
+    """Every tensor is found, depth first, and replaced; containers keep their types, and the original is untouched."""
+    value = pack(name, A, B, C)
+    tensors = tensors_of(value)
     mapped = map_tensors(double, value)
     assert same_structure(mapped, value)
     for new, old in zip(iterate_tensors(mapped), tensors, strict=True):
@@ -107,11 +52,10 @@ def test_tensors_are_found_and_replaced(name: str) -> None:
     assert map_tensors(lambda t: t, value) is value
 
 
-@pytest.mark.parametrize("value", WITHOUT, ids=lambda value: repr(value).split(" at ")[0])
-def test_values_without_tensors_are_left_alone(value: Any) -> None:
+def test_values_without_tensors_are_left_alone() -> None:
     """Values and containers without tensors have none and are returned as they are."""
-    assert list(iterate_tensors(value)) == []
-    assert map_tensors(double, value) is value
+    for value in (None, 3, "text", [], (), {}, [1, (2, {"a": None})], Fields(1), FrozenFields("x"), {1, 2}, Fields):
+        assert list(iterate_tensors(value)) == [] and map_tensors(double, value) is value
 
 
 def test_what_a_container_carries_is_kept() -> None:
@@ -123,10 +67,10 @@ def test_what_a_container_carries_is_kept() -> None:
     assert type(mapped) is set and torch.equal(next(iter(mapped)), A * 2)
     assert map_tensors(double, collections.defaultdict(list, a=A))["missing"] == []
     assert map_tensors(double, Picky("mine", a=A)).name == "mine"
-    frozen = Frozen(A)
-    object.__setattr__(frozen, "cache", B)
+    frozen = FrozenFields(A)
+    object.__setattr__(frozen, "computed", B)
     mapped = map_tensors(double, frozen)
-    assert mapped.count == 7 and torch.equal(mapped.cache, B * 2) and frozen.cache is B
+    assert mapped.others is None and torch.equal(mapped.computed, B * 2) and frozen.computed is B
 
 
 class Slotted:
@@ -162,5 +106,4 @@ def test_tensors_in_any_object() -> None:
     first = Link(None)
     first.following = Link(first)
     assert len(list(tensors_within({"ring": first}))) == 2
-    # Objects that refer to many thousands of others are not searched to their end.
     assert len(list(tensors_within([Link(None) for _ in range(3 * MOST_OBJECTS)]))) <= MOST_OBJECTS

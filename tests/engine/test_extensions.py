@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered: training, bytes on the wire, calls, errors."""
+"""Tensor subclasses that say themselves what is all-gathered: training, calls, bytes, errors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from packed_tensor import (
     casting,
     forget_calls,
     rounded,
+    train_both,
     with_cast_weights,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compare import assert_close, assert_equal
-from front_ends import AFTER_ADAM, CLOSE
+from front_ends import CLOSE, COMPOSABLE
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
 from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import unit_of
-from models import Mlp, assert_at_rest, batch, held_bytes, reference_backward, square_loss
+from models import Mlp, assert_at_rest, batch, held_bytes, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -56,32 +57,6 @@ class Adapters(nn.Module):
         return x
 
 
-def shard_layers(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def train_both(model: nn.Module, reference: nn.Module, rank: Rank, width: int, microbatches: int = 1) -> None:
-    """Two Adam steps on both. Losses at every step, the trainable parameters at the end."""
-    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
-    optimizers = [torch.optim.Adam(parameters, lr=1e-2) for parameters in trainable]
-    for number in range(2 * microbatches):
-        loss_of = square_loss(number, 4, width)
-        loss = loss_of(model, rank.rank)
-        with torch.no_grad():
-            assert_close(loss.detach(), loss_of(reference, rank.rank), f"loss {number}", **AFTER_ADAM)
-        loss.backward()
-        reference_backward(reference, rank.world_size, loss_of)
-        if (number + 1) % microbatches == 0:
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    found = [p.full_tensor().detach() for p in trainable[0]]  # packed weights have no full tensor of floats
-    for ours, theirs in zip(found, trainable[1], strict=True):
-        assert_close(ours, theirs.detach(), f"parameter of shape {tuple(theirs.shape)}", **AFTER_ADAM)
-
-
 def cast_pair(
     kind: type[CastWeight], rank: Rank, *dims: int, mesh: Any = None, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
@@ -89,23 +64,17 @@ def cast_pair(
     torch.manual_seed(7)
     reference = Mlp(*dims)
     model = with_cast_weights(copy.deepcopy(reference), kind)
-    shard_layers(model, rank.mesh if mesh is None else mesh, **options)
+    COMPOSABLE.wrap(model, rank, mesh=mesh, **options)
     return model, casting(reference, kind) if kind in CASTS else reference
-
-
-# ---------------------------------------------------------------- training
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [True, None])
 def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
-    """Adapters beside frozen packed weights, even and uneven, train as without sharding; those get no gradient.
-
-    ``fsdp_post_all_gather`` makes the full parameter once; every later gather fills the same one.
-    """
+    """Adapters beside frozen packed weights, even and uneven, train as without sharding; those get no gradient."""
     forget_calls()
-    model = shard_layers(Adapters(16, 17, 3, 16), rank.mesh, reshard_after_forward=reshard)
-    train_both(model, Adapters(16, 17, 3, 16), rank, 16)
+    model = COMPOSABLE.wrap(Adapters(16, 17, 3, 16), rank, reshard_after_forward=reshard)
+    train_both(model, Adapters(16, 17, 3, 16), rank, 4, 16)
     pre, post, refill = (len(called(method)) for method in ("pre", "post", "refill"))
     assert not reshard or (pre, post, refill) == (12, 3, 9)  # three layers, two steps, in forward and in backward
     for layer in model.layers:
@@ -116,59 +85,18 @@ def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
 @on_ranks(1, 4)
 @each_value(kind=KINDS, reshard=[True, False, None])
 def test_cast_weights_train(rank: Rank, kind: Any, reshard: Any) -> None:
-    """Trainable weights that are cast for the gather train as unsharded ones that are cast in the forward.
-
-    There may be any number of rows, also fewer than ranks, whether the subclass pads its inputs or we do. On one rank
-    the protocol runs all the same: the cast is part of the model.
-    """
+    """Trainable weights that are cast for the all-gather train as unsharded ones that are cast in the forward."""
     model, reference = cast_pair(kind, rank, 16, 32, 5, 1, 16, reshard_after_forward=reshard)
-    train_both(model, reference, rank, 16, microbatches=2 if reshard is None else 1)
+    train_both(model, reference, rank, 4, 16, microbatches=2 if reshard is None else 1)
     weight = model.layers[0].weight
     assert isinstance(weight, DTensor) and isinstance(weight.to_local(), kind)
     square_loss(0, 4, 16)(model, rank.rank).backward()
     assert isinstance(weight.grad, DTensor) and type(weight.grad.to_local()) is torch.Tensor
 
 
-@on_ranks(2)
-def test_unit_of_nothing_but_cast_weights(rank: Rank) -> None:
-    """A unit need not hold a plain parameter beside them."""
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(8, 6, bias=False))
-    model = fully_shard(with_cast_weights(copy.deepcopy(plain), ScaledWeight), mesh=rank.mesh)
-    x = batch(rank.rank, 0, 4, 8)
-    assert_equal(model(x), casting(plain, ScaledWeight)(x), "output")
-
-
-# ---------------------------------------------------------------- what travels, and what is called
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("kind", "itemsize"), [(PackedWeight, 1), (RoundedWeight, 2), (ScaledWeight, 1)])
-def test_bytes_that_travel(rank: Rank, kind: Any, itemsize: int) -> None:
-    """Gathers move the packed form or the low precision and nothing else, reductions the gradients' own."""
-    packed = kind is PackedWeight
-    make = Adapters(256, 512, 256) if packed else with_cast_weights(Mlp(256, 512, 256), kind)
-    model = shard_layers(make, rank.mesh, reshard_after_forward=True)
-    with record() as seen:
-        square_loss(0, 4, 256)(model, rank.rank).backward()
-    weights = 256 * 512  # elements that this rank receives of both, and of the rest: adapters, or biases
-    rest = 4 * (256 + 512) if packed else (512 + 256) // 2
-    scales = 4 * (512 + 256) // 2 if packed else 0
-    gathered, reduced = (
-        sum(c.nbytes for c in seen if c.kind == operation) for operation in ("all_gather", "reduce_scatter")
-    )
-    expected = 2 * (itemsize * weights + scales + 4 * rest)  # in forward and in backward
-    assert expected <= gathered <= 1.02 * expected  # alignment
-    expected = 4 * (rest if packed else weights + rest)
-    assert expected <= reduced <= 1.02 * expected + 64
-
-
 @on_ranks(4)
 def test_arguments_of_the_protocol(rank: Rank) -> None:
-    """Five-argument subclasses get the 1-D shard axis, global size and stride, the module and the unit's policy.
-
-    They learn in which dtype the unit computes, and what they return is used as it is.
-    """
+    """Five-argument subclasses get the 1-D shard axis, global size and stride, the module and the unit's policy."""
     mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for policy in (MixedPrecisionPolicy(), low):
@@ -191,33 +119,6 @@ def test_arguments_of_the_protocol(rank: Rank) -> None:
         assert model.layers[0].weight.grad.dtype is torch.float32
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [RoundedWeight, ScaledWeight])
-def test_full_parameter_is_the_same_object(rank: Rank, kind: Any) -> None:
-    """What the module holds while it computes is one parameter; at rest neither it nor what is gathered has memory.
-
-    The gather asks the very object that ``weight._local_tensor`` is, so that scales may be left on it.
-    """
-    forget_calls()
-    model, _ = cast_pair(kind, rank, 16, 32, reshard_after_forward=True)
-    seen: list[Any] = []
-    model.layers[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
-    for step in range(2):
-        model.layers[0].weight._local_tensor.hint = step
-        square_loss(step, 4, 16)(model, rank.rank).backward()
-        assert seen[-1] is seen[0]
-        assert seen[0].untyped_storage().nbytes() == 0
-    assert isinstance(seen[0], nn.Parameter) and seen[0].requires_grad
-    if kind is RoundedWeight:  # the other one's calls are not written down in full
-        assert [arguments[2] for arguments in called("pre")] == [0, 0, 1, 1]
-        assert [arguments[2] for arguments in called("refill")] == [("rounded", step) for step in (0, 1, 1)]
-        tensors = [outputs[0] for _, outputs, *_ in called("post") + called("refill")]
-        assert len(tensors) == 4 and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-
-
-# ---------------------------------------------------------------- where the values come from
-
-
 def pre_gather(self: torch.Tensor, mesh: Any) -> Any:
     calls.append(("patched", mesh.size()))
     return (self.to(torch.bfloat16),), None
@@ -238,16 +139,13 @@ def post_gather(self: torch.Tensor, outputs: Any, metadata: Any, dtype: torch.dt
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [SizedRoundedWeight, None], ids=["subclass", "methods set on plain tensors"])
 def test_meta_initialization(rank: Rank, kind: Any) -> None:
-    """Subclasses made on the meta device keep their class through ``to_empty`` and train.
-
-    The methods may also be set on the local tensors of plain parameters, after sharding and materializing.
-    """
+    """Subclasses made on the meta device keep their class through ``to_empty`` and train."""
     torch.manual_seed(7)
     dims = (16, 17, 16) if kind else (16, 32, 16)
     reference = Mlp(*dims)
     with torch.device("meta"):
         model = Mlp(*dims) if kind is None else with_cast_weights(Mlp(*dims), kind)
-    shard_layers(model, rank.mesh, reshard_after_forward=True)
+    COMPOSABLE.wrap(model, rank, reshard_after_forward=True)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
@@ -260,20 +158,20 @@ def test_meta_initialization(rank: Rank, kind: Any) -> None:
         else:
             assert isinstance(local, kind)
     forget_calls()
-    train_both(model, casting(reference, kind or RoundedWeight), rank, 16)
+    train_both(model, casting(reference, kind or RoundedWeight), rank, 4, 16)
     assert kind is not None or calls == [("patched", 2)] * 8
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip(rank: Rank, assign: bool) -> None:
-    """State dicts hold DTensors on the subclass, and the next gather sees what was loaded, or written in place."""
-    model = shard_layers(Adapters(16, 32, 16), rank.mesh)
+    """State dicts hold DTensors on the subclass, and the next all-gather sees what was loaded, or written in place."""
+    model = COMPOSABLE.wrap(Adapters(16, 32, 16), rank)
     x = batch(rank.rank, 0, 4, 16)
     model(x)
     other = Adapters(16, 32, 16, seed=6)
     expected = other(x)
-    state = shard_layers(other, rank.mesh).state_dict()
+    state = COMPOSABLE.wrap(other, rank).state_dict()
     weight = state["layers.0.weight"]
     assert isinstance(weight, DTensor) and isinstance(weight.to_local(), PackedWeight)
     model.load_state_dict(state, assign=assign)
@@ -288,75 +186,41 @@ def test_state_dict_round_trip(rank: Rank, assign: bool) -> None:
     assert_equal(cast(x), torch.tanh(nn.functional.linear(x, rounded(weight), bias)), "output")
 
 
-# ---------------------------------------------------------------- errors
-
-
-class WithoutPost(CastWeight):
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise AssertionError("must not be called")
-
-
-class WithoutPre(CastWeight):
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("must not be called")
-
-
-class TwoArguments(RoundedWeight):
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:  # type: ignore[override]
-        raise AssertionError("must not be called")
-
-
-class NoSplit(RoundedWeight):
+def no_split(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Cannot be cut, as NF4 with uneven rows."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor):
-            raise NotImplementedError(f"NoSplit does not support {func}")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    if func in (torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor):
+        raise NotImplementedError(f"{cls.__name__} does not support {func}")
+    return RoundedWeight.__torch_dispatch__.__func__(cls, func, types, args, kwargs)
 
 
-class Lopsided(RoundedWeight):
-    """Returns inputs of another size on rank 1."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        rows = self.inner.to(torch.bfloat16)
-        return (rows[:, :-1] if mesh.get_local_rank() == 1 else rows,), ("rounded", None)
-
-
-class OtherDtype(RoundedWeight):
-    """Returns inputs of another dtype on rank 1."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.inner.to(torch.float16 if mesh.get_local_rank() == 1 else torch.bfloat16),), ("rounded", None)
+def low(weight: Any, mesh: Any, dtype: torch.dtype = torch.bfloat16, columns: int | None = None) -> Any:
+    """What a weight returns for the all-gather; rank 1 in another dtype, or fewer columns."""
+    if mesh.get_local_rank() == 0:
+        dtype, columns = torch.bfloat16, None
+    return (weight.inner.to(dtype)[:, :columns],), ("rounded", None)
 
 
-class NotTensors(RoundedWeight):
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return self.inner.to(torch.bfloat16)
-
-
-# What is refused -> words of the message.
-REFUSED: dict[type[CastWeight], str] = {
-    WithoutPost: r"(?=.*weight).*fsdp_post_all_gather",
-    WithoutPre: r"(?=.*weight).*fsdp_pre_all_gather",
-    TwoArguments: r"(?=.*weight).*fsdp_pre_all_gather.*outer_size",
-    NoSplit: r"(?=.*weight)(?=.*\(6, 8\)).*NoSplit",
-    Lopsided: "fsdp_pre_all_gather",
-    OtherDtype: "fsdp_pre_all_gather",
-    NotTensors: "fsdp_pre_all_gather",
+PRE = "fsdp_pre_all_gather"
+# Base class, what is changed, words of the message.
+REFUSED: dict[str, tuple[type[CastWeight], dict[str, Any], str]] = {
+    "WithoutPost": (CastWeight, {PRE: lambda self, mesh: None}, r"(?=.*weight).*fsdp_post_all_gather"),
+    "WithoutPre": (CastWeight, {"fsdp_post_all_gather": lambda self, *_: None}, r"(?=.*weight).*fsdp_pre_all_gather"),
+    "TwoArguments": (RoundedWeight, {PRE: lambda self, mesh, outer_size: None}, rf"(?=.*weight).*{PRE}.*outer_size"),
+    "NoSplit": (RoundedWeight, {"__torch_dispatch__": classmethod(no_split)}, r"(?=.*weight)(?=.*\(6, 8\)).*NoSplit"),
+    "OtherSize": (RoundedWeight, {PRE: lambda self, mesh: low(self, mesh, columns=-1)}, PRE),
+    "OtherDtype": (RoundedWeight, {PRE: lambda self, mesh: low(self, mesh, torch.float16)}, PRE),
+    "NoTuple": (RoundedWeight, {PRE: lambda self, mesh: self.inner.to(torch.bfloat16)}, PRE),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_does_not_fit_is_refused(rank: Rank, kind: Any) -> None:
-    """One method without the other, another number of arguments, an operation that it lacks: the parameter is named.
-
-    Inputs that do not match between ranks, or are no tuple, fail everywhere and leave nobody waiting.
-    """
-    with pytest.raises((TypeError, ValueError, FullshardError), match=f"(?s){REFUSED[kind]}"):
-        shard_layers(with_cast_weights(Mlp(8, 6), kind), rank.mesh)(batch(rank.rank, 0, 4, 8))
+@pytest.mark.parametrize("name", REFUSED)
+def test_subclasses_that_do_not_fit_are_refused(rank: Rank, name: str) -> None:
+    """On every rank, with the parameter's name: missing methods, and results that differ between ranks."""
+    base, changes, words = REFUSED[name]
+    model = with_cast_weights(Mlp(8, 6), type(name, (base,), changes))
+    with pytest.raises((TypeError, ValueError, FullshardError), match=f"(?s){words}"):
+        COMPOSABLE.wrap(model, rank)(batch(rank.rank, 0, 4, 8))
 
 
 class Growing(RoundedWeight):
@@ -370,10 +234,7 @@ class Growing(RoundedWeight):
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_sizes_that_change(rank: Rank, when: str) -> None:
-    """Inner tensors of other sizes than at the first gather are refused on every rank, and the right ones go on.
-
-    Without the check they would be padded to the old sizes, and the layer compute with shifted rows.
-    """
+    """Inner tensors of other sizes than at the first all-gather are refused on every rank, and the right ones go on."""
     model, _ = cast_pair(Growing, rank, 8, 8, 8, reshard_after_forward=True)
     x = batch(rank.rank, 0, 4, 8)
     expected = model(x).detach()
@@ -402,13 +263,6 @@ def test_example_of_the_docs(rank: Rank) -> None:
     assert run["loss"].item() < 1.0
 
 
-class Released(ScaledWeight):
-    """What it makes of what arrives does not read that any more."""
-
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
-        return True
-
-
 class ReleasedInUse(RoundedWeight):
     """Says so, but returns what has arrived itself, if it is in the dtype of computation."""
 
@@ -416,36 +270,10 @@ class ReleasedInUse(RoundedWeight):
         return True
 
 
-@on_ranks(2)
-def test_outputs_that_are_released(rank: Rank) -> None:
-    """They have memory during the all-gather only; training is the same, and so are the bytes."""
-    trained = []
-    for kind in (ScaledWeight, Released):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 6, bias=False))
-        for layer in model:
-            layer.weight = nn.Parameter(kind(layer.weight.detach()))
-        fully_shard(model, mesh=rank.mesh)
-        held: list[int] = []
-        (bucket,) = unit_of(model).buckets
-        model[1].register_forward_pre_hook(lambda *_, bucket=bucket, held=held: held.append(held_bytes(bucket)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record() as seen:
-            for step in range(3):
-                model(batch(rank.rank, step, 4, 6)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        trained.append(([p._local_tensor.inner for p in model.parameters()], [c.nbytes for c in seen]))
-        assert held == [0 if kind is Released else 8 * 6 + 6 * 7] * 3
-        assert_at_rest(model)
-    assert_equal(trained[0][0], trained[1][0], "weights")
-    assert trained[0][1] == trained[1][1]
-
-
 class OfThePass(CastWeight):
-    """Travels as int8 with a scale for each row: rounded down for forward, and up for backward."""
+    """Sent as int8 with a scale for each row: rounded down for forward, and up for backward."""
 
-    seen: list[int]  # bytes that the bucket holds when everything has arrived
+    seen: list[int]  # bytes that the bucket holds after the all-gather
     held: Any
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -471,7 +299,7 @@ class OfThePass(CastWeight):
 
 @on_ranks(2)
 def test_other_values_for_backward(rank: Rank) -> None:
-    """Each pass gets its own representation: exactly its bytes travel, and they have memory until it is made."""
+    """Each pass gets its own representation: exactly its bytes are sent, and they have memory until it is made."""
     torch.manual_seed(0)
     values = [torch.randn(8, 6), torch.randn(6, 8)]
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
@@ -489,8 +317,8 @@ def test_other_values_for_backward(rank: Rank) -> None:
         out = model(x)
         left = [held_bytes(unit_of(layer).buckets[0]) for layer in model]
         out.square().sum().backward()
-    gathered = [2 * each.nbytes for each in recorded if each.kind == "all_gather"]  # of two ranks
-    assert gathered == [nbytes for pair in [*sizes, *reversed(sizes)] for nbytes in pair]
+    unsharded = [2 * each.nbytes for each in recorded if each.kind == "all_gather"]  # of two ranks
+    assert unsharded == [nbytes for pair in [*sizes, *reversed(sizes)] for nbytes in pair]
     assert seen == [sum(pair) for pair in [*sizes, *reversed(sizes)]] and left == [0, 0]
 
     def as_seen(value: torch.Tensor, rounded: Any) -> torch.Tensor:

@@ -1,10 +1,8 @@
-"""Units of several modules: ``fully_shard([a, b])`` gathers and reduces them as one, however they are called."""
+"""Units of several modules: ``fully_shard([a, b])`` unshards and reduces them as one, however they are called."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from compare import assert_equal, assert_models_equal
-from failing import fail, fail_in_backward
-from front_ends import CLOSE, assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from compare import assert_equal
+from front_ends import assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
+from fullshard import FSDPModule, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Block, LossOf, batch, reference_backward, tiny_units, tokens
@@ -28,7 +25,6 @@ from ranks import Rank, on_ranks
 
 DIM, VOCABULARY = 6, 13
 WIDE = 128  # enough that a unit of blocks is not tiny
-BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 class Language(nn.Module):
@@ -127,15 +123,9 @@ def count(run: Callable[[], Any]) -> tuple[Counter[str], Any]:
     return Counter(f"{c.kind} {c.unit}" for c in seen), result
 
 
-# ---------------------------------------------------------------- one unit
-
-
 @on_ranks(2)
 def test_list_becomes_one_unit(rank: Rank) -> None:
-    """Modules of a list or tuple, which is returned, become FSDP modules of one unit that owns all their parameters.
-
-    A module inside of another one of the list is part of that; units inside of members keep their parameters.
-    """
+    """Modules of a list or tuple, which is returned, become FSDP modules of one unit that owns all their parameters."""
     model = Language()
     for given in ([model.norm, model.head], (model.embedding, model.spare)):
         assert fully_shard(given, mesh=rank.mesh) is given
@@ -157,21 +147,9 @@ def test_list_becomes_one_unit(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-def test_messages(rank: Rank, setting: bool | None) -> None:
-    """A group is gathered once forward, once backward unless it is kept (as the last two are), and reduced once.
-
-    Called in chunks it is gathered at most once more; without synchronization nothing is reduced.
-    """
-    model, _ = grouped(rank, reshard_after_forward=setting)
-    for step in range(2):
-        forward, loss = count(lambda step=step: loss_at(step)(model, rank.rank))
-        backward, _ = count(loss.backward)
-        assert forward == Counter(f"all_gather {name}" for name in ["", *BLOCKS, "norm"])
-        expected = Counter(f"reduce_scatter {name}" for name in ["", *BLOCKS, "norm"])
-        if setting is not False:
-            expected.update(f"all_gather {name}" for name in (["", *BLOCKS, "norm"] if setting else BLOCKS[:-1]))
-        assert backward == expected
+def test_messages_of_partial_calls(rank: Rank) -> None:
+    """A group that is called in chunks is all-gathered at most once more and reduced once; without sync never."""
+    model, _ = grouped(rank, reshard_after_forward=True)
     for how in CALLS:
         model.set_requires_gradient_sync(False)
         quiet, _ = count(lambda how=how: loss_at(0, how)(model, rank.rank).backward())
@@ -185,43 +163,10 @@ def test_messages(rank: Rank, setting: bool | None) -> None:
         assert_at_rest(model)
 
 
-def order_of(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Return the kinds of collectives and the numbers of the units' first blocks, in order of issue."""
-    with record() as seen:
-        run()
-    return [(c.kind, (c.unit or "").rpartition(".")[2]) for c in seen]
-
-
-@on_ranks(2)
-def test_lists_of_blocks_communicate_as_containers_do(rank: Rank) -> None:
-    """The next unit is prefetched in backward, too, and not all units are unsharded as it begins."""
-    found = []
-    for lists in (True, False):
-        blocks = [Block(DIM) for _ in range(8)]
-        pairs = [blocks[first : first + 2] for first in range(0, 8, 2)]
-        model: Any = nn.Sequential(*blocks) if lists else nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
-        with tiny_units(up_to=0):
-            for number, pair in enumerate(pairs):
-                fully_shard(pair if lists else model[number], mesh=rank.mesh)
-            fully_shard(model, mesh=rank.mesh)
-        x = torch.ones(2, DIM, requires_grad=True)
-        model(x).sum().backward()
-        order = order_of(lambda model=model, x=x: model(x).sum().backward())
-        numbers = [(kind, int(unit) // (2 if lists else 1) if unit else -1) for kind, unit in order]
-        found.append([each for each, _ in itertools.groupby(numbers)])  # a unit may send several messages
-    assert found[0] == found[1]
-    backward = found[0][found[0].index(("reduce_scatter", 3)) :]
-    gather, reduce = "all_gather", "reduce_scatter"
-    assert backward == [(reduce, 3), (gather, 1), (reduce, 2), (gather, 0), (reduce, 1), (reduce, 0)]
-
-
 @on_ranks(2)
 @each_value(group=GROUPS, setting=[True, None, False], recompute=["", "members", "", "all"])
 def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) -> None:
-    """Every group trains as without sharding, whatever runs between its members, in any way to call the head.
-
-    Microbatches that are not synchronized add up, also of chunks that have a backward each.
-    """
+    """Every group trains as without sharding, whatever runs between its members, in any way to call the head."""
     model, reference = grouped(rank, group, Language(recompute), reshard_after_forward=setting)
     ways = CALLS if model.head in GROUPS[group](model) else CALLS[:3]  # the root's own are called by the root only
     for how in ways:
@@ -231,14 +176,6 @@ def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) 
         model.set_requires_gradient_sync(how == ways[-1])
         both_backward(model, reference, rank, loss_at(step, how))
     assert_same_gradients(model, reference)
-
-
-@on_ranks(4)
-def test_training_on_four_ranks(rank: Rank) -> None:
-    """Most shards are empty, and backward gathers from two ranks, also what did not run in part."""
-    model, reference = grouped(rank, "everything", reshard_after_forward=2)
-    for how in CALLS:
-        check_gradients(model, reference, rank, how)
 
 
 @on_ranks(2)
@@ -297,74 +234,6 @@ def test_pairs_of_blocks(rank: Rank) -> None:
     assert [isinstance(weight, DTensor) for weight in model.read] == [True, False] * 5
 
 
-# ---------------------------------------------------------------- copies and saved weights
-
-
-@on_ranks(2)
-def test_deepcopy(rank: Rank) -> None:
-    """A copy of the model has groups of its own and trains on its own; one of a member takes the others along.
-
-    A member may run and train before the model's first forward.
-    """
-    model, reference = grouped(rank)
-    head = copy.deepcopy(model.head)
-    x = batch(rank.rank, 0, 3, DIM)
-    assert torch.allclose(head(x), reference.head(x), atol=1e-6)
-    head(x).sum().backward()
-    assert head.weight.grad is not None and model.head.weight.grad is None
-    model.head(x).square().mean().backward()
-    reference_backward(reference, 2, lambda m, r: m.head(batch(r, 0, 3, DIM)).square().mean())
-    assert_same_gradients(model, reference)
-    model.zero_grad()
-    reference.zero_grad()
-    assert_trains_alike(model, reference, rank, loss_at, steps=1)
-    twin, kept = copy.deepcopy(model), copy.deepcopy(reference)
-    assert unit_of(twin.norm) is unit_of(twin.head) is not unit_of(model.head)
-    assert len(nested_units(twin)) == len(nested_units(model))
-    assert_trains_alike(twin, reference, rank, loss_at, steps=1)
-    assert_models_equal(model, kept, **CLOSE)
-    assert_trains_alike(model, kept, rank, loss_at, steps=1)
-
-
-# ---------------------------------------------------------------- failures
-
-
-FAILURES = {
-    "first member, at its start": lambda m: m.norm.register_forward_pre_hook(fail),
-    "first member, at its end": lambda m: m.norm.register_forward_hook(fail),
-    "second member": lambda m: m.head.register_forward_pre_hook(fail),
-    "between them": lambda m: m.blocks[1].register_forward_pre_hook(fail),
-    "backward of the second": lambda m: m.head.register_forward_hook(fail_in_backward),
-    "backward of the first": lambda m: m.norm.register_forward_hook(fail_in_backward),
-    "backward between them": lambda m: m.blocks[1].register_forward_hook(fail_in_backward),
-}
-
-
-@on_ranks(2)
-@each_value(group=["norm and head", "embedding, norm, head", "everything"], remedy=["reset", "alone"], first=[0, 1, 3])
-def test_failure_in_a_member(rank: Rank, group: str, remedy: str, first: int) -> None:
-    """After an exception in a member, in forward or backward, the next step is as if it had not happened.
-
-    Also in a chunk that is called after the root's forward.
-    """
-    model, reference = grouped(rank, group)
-    for place, how in zip(FAILURES, itertools.cycle(CALLS[first:4] + CALLS[:first]), strict=False):
-        handle = FAILURES[place](model)
-        runs = how != "no head" or "second" not in place  # the head is the second member
-        with pytest.raises(ZeroDivisionError) if runs else contextlib.nullcontext():
-            loss_at(0, how)(model, rank.rank).backward()
-        handle.remove()
-        if remedy == "reset":
-            model.reset_iter_state()
-            assert_at_rest(model)
-        model.zero_grad()
-        check_gradients(model, reference, rank, how)
-    assert_trains_alike(model, reference, rank, loss_at, steps=1)
-
-
-# ---------------------------------------------------------------- controls
-
-
 @on_ranks(2)
 def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
     """``unshard``, ``reshard`` and what is set on one member holds for all, also in lists of modules to prefetch."""
@@ -380,75 +249,16 @@ def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
     model.norm.set_modules_to_backward_prefetch([model.blocks[2]])
     model.head.set_reshard_after_forward(False)
     model.norm.set_gradient_divide_factor(1.0)
-    for gathers in (0, 1):  # it was unsharded by hand before the first forward
+    for times in (0, 1):  # it was unsharded by hand before the first forward
         model.zero_grad()
         seen, loss = count(lambda: loss_at(0)(model, rank.rank))
-        assert seen["all_gather norm"] == gathers and "norm" in gathered(model)
+        assert seen["all_gather norm"] == times and "norm" in gathered(model)
         seen, _ = count(loss.backward)
         assert seen["all_gather norm"] == 0
     reference_backward(reference, rank.world_size, loss_at(0))
     for parameter in (*reference.norm.parameters(), *reference.head.parameters()):
         parameter.grad *= rank.world_size
     assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_mixed_precision(rank: Rank) -> None:
-    """Every member casts its own inputs and outputs as the group's policy says."""
-    model = Language()
-    seen: list[torch.dtype] = []
-    for module in (model.norm, model.head):
-        module.register_forward_hook(lambda _m, args, output: seen.extend([args[0].dtype, output.dtype]))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model, _ = grouped(rank, model=model, mp_policy=policy)
-    for how in CALLS:
-        loss_at(0, how)(model, rank.rank).backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    seen.clear()
-    assert model.head(model.norm(batch(0, 0, 2, DIM))).dtype is torch.float32
-    assert seen == [torch.bfloat16] * 4
-
-
-class Pair(nn.Module):
-    """Runs two layers, which may be a group, ``times`` over; the first by a method of its own."""
-
-    def __init__(self, times: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second, self.times = Encoder(DIM, DIM), Block(DIM), times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = self.second(self.first.encode(x))
-        return x
-
-
-class Encoder(nn.Linear):
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x).tanh()
-
-
-def pair_loss(step: int) -> LossOf:
-    return lambda model, rank: model(batch(rank, step, 3, DIM)).square().mean()
-
-
-# ---------------------------------------------------------------- roots
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None)])
-def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> None:
-    """A group trains right without a unit above it as well, and then with one; registered methods count as calls."""
-    model = Pair(times)
-    reference = copy.deepcopy(model)
-    fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
-    seen, _ = count(lambda: pair_loss(0)(model, rank.rank).backward())
-    assert sum(seen[name] for name in seen if name.startswith("reduce")) == (rank.world_size > 1)
-    model.zero_grad()
-    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
-    register_fsdp_forward_method(model.first, "encode")
-    fully_shard(model, mesh=rank.mesh)
-    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
 
 
 @on_ranks(2)
@@ -483,38 +293,3 @@ def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
         one.blocks[0].up = nn.Identity()
         one.blocks[0].down = nn.Identity()
     assert_trains_alike(model, reference, rank, loss_at, steps=2)
-
-
-class Toggled(Pairs):
-    """While block ``number`` runs a first time, the parameters that it holds then are frozen."""
-
-    number = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks[:4]):
-            if index == self.number:
-                held = list(block.parameters())
-                block.requires_grad_(False)
-                with torch.no_grad():
-                    frozen = block(x)
-                for parameter in held:
-                    parameter.requires_grad_(True)
-                x = x + frozen
-            x = block(x)
-        return x
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_flags_of_the_objects_that_were_held_before(rank: Rank, number: int, reshard: bool) -> None:
-    """Flags count on whichever object they are set: a sharded one, or an unsharded one of a group that was running."""
-    reference, model = Toggled(), Toggled()
-    for first in range(0, 10, 2):
-        fully_shard(list(model.blocks[first : first + 2]), mesh=rank.mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=rank.mesh)
-    for each in (reference, model):
-        each.number = number
-    both_backward(model, reference, rank, lambda m, r: m(batch(r, 0, 3, WIDE)).square().mean())
-    assert model.blocks[number].up.weight.grad is not None
-    assert_same_gradients(model, reference)

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from uneven import Uneven
 
 from compare import assert_equal
 from front_ends import (
     COMPOSABLE,
     adam,
-    assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
     both_backward,
@@ -30,6 +28,22 @@ from ranks import Rank, on_ranks
 
 NAMES = ("replicate", "shard")
 SHAPES = {1: [(1, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
+
+
+class Uneven(nn.Module):
+    """Rows that no mesh divides, fewer rows than ranks, a scalar, a transposed parameter and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 1), nn.Linear(1, 5)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.transposed = nn.Parameter(torch.randn(6, 5).t())
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x @ self.transposed + self.empty.sum()
 
 
 def meshes(rank: Rank) -> list[DeviceMesh]:
@@ -56,17 +70,14 @@ def assert_replicas_equal(mesh: DeviceMesh, model: nn.Module) -> None:
 
 @on_ranks(1, 4)
 def test_every_mesh(rank: Rank) -> None:
-    """Named or not, degenerate or not: Adam steps equal the reference, and replicas have the same bits.
-
-    Parameters and gradients are ``[Replicate, Shard(0)]`` on the mesh passed, 0-D ones replicated on both axes.
-    """
+    """Named or not, degenerate or not: Adam steps equal the reference, and replicas have the same bits."""
     for mesh in meshes(rank):
         model, reference = sharded_with_reference(COMPOSABLE, rank, build(Uneven), mesh=mesh)
         for name, parameter in model.named_parameters():
-            assert parameter.placements == (Replicate(), Shard(0) if parameter.ndim else Replicate()), name
-            rows = reference.get_parameter(name).detach()
-            if parameter.ndim:
-                chunks, mine = torch.chunk(rows, mesh.size(1)), mesh.get_local_rank(1)
+            rows, mine = reference.get_parameter(name).detach(), mesh.get_local_rank(1)
+            assert parameter.placements == (Replicate(), Shard(0) if rows.ndim else Replicate()), name
+            if rows.ndim:
+                chunks = torch.chunk(rows, mesh.size(1))
                 rows = chunks[mine] if mine < len(chunks) else rows[:0]
             assert_equal(parameter.to_local().detach(), rows, name)
         optimizers = [adam(m.parameters()) for m in (model, reference)]
@@ -78,9 +89,6 @@ def test_every_mesh(rank: Rank) -> None:
         assert_replicas_equal(mesh, model)
 
 
-# -------------------------------------------------------------------- accumulation
-
-
 def prepare(model: Any, letter: str) -> None:
     """(S)ync everything, (R)educe-scatter only, (N)o sync."""
     model.set_requires_gradient_sync(letter != "N")
@@ -90,10 +98,7 @@ def prepare(model: Any, letter: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("pattern", ["SNRS", "NRNRSRS"])
 def test_interleavings(rank: Rank, pattern: str) -> None:
-    """Microbatches without sync, with reduce-scatter only and with both, in any order that ends with both, add up.
-
-    What was reduced over shards only reaches all replicas, even if the last microbatch or some ranks skip it.
-    """
+    """Microbatches without sync, with reduce-scatter only and with both, in any order that ends with both, add up."""
 
     def loss_at(step: int) -> LossOf:
         def loss_of(module: nn.Module, number: int) -> torch.Tensor:
@@ -104,7 +109,7 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
         return loss_of
 
     for mesh in meshes(rank) if pattern == "SNRS" else meshes(rank)[:1]:
-        # One unit: ranks must gather and reduce alike.
+        # One unit: ranks must issue the same collectives.
         model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 3), [], mesh=mesh)
         possible = {kind for kind, axis in (("all_reduce", 0), ("reduce_scatter", 1)) if mesh.size(axis) > 1}
         for step, letter in enumerate(pattern):
@@ -118,38 +123,6 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
         assert model.blocks[1].up.weight.grad is not None
         assert_same_gradients(model, reference)
         assert_replicas_equal(mesh, model)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("pattern", "checkpointed", "frozen"),
-    [("NNS", None, True), ("RRS", False, False), ("SSS", True, False), ("RNS", False, True)],
-)
-def test_modes_beside_frozen_parts_and_recomputation(
-    rank: Rank, pattern: str, checkpointed: bool | None, frozen: bool
-) -> None:
-    """Microbatches add up in every mode; frozen parameters, a frozen unit among them, get no gradient and no bytes.
-
-    What a unit owes the replicate axis is paid at the last backward, although that does not run it.
-    """
-    plain = build(Stack)
-    for part in (plain.blocks[1], plain.blocks[0].up) if frozen else ():
-        part.requires_grad_(False)
-    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, mesh=meshes(rank)[0])
-    model.checkpointed = checkpointed
-
-    def loss_at(step: int) -> LossOf:
-        run = [0, 2] if step == 2 else [0, 1, 2]
-        return lambda module, number: module(batch(number, step, 4, 6), run=run).square().mean()
-
-    with record() as seen:
-        for step, letter in enumerate(pattern):
-            prepare(model, letter)
-            model.set_is_last_backward(step == 2)
-            both_backward(model, reference, rank, loss_at(step))
-    assert ("blocks.1" in {c.unit for c in seen if c.kind != "all_gather"}) != frozen
-    assert_same_gradients(model, reference)
-    assert_at_rest(model)
 
 
 @on_ranks(4)

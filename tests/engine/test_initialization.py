@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.runtime import current_runtime, runtime_of
 from fullshard.errors import FullshardError
 from models import Mlp, batch, reference_backward, tiny_units, with_reference
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 from ranks.device import EMULATED
 
@@ -49,15 +51,9 @@ def inputs() -> torch.Tensor:
     return batch(0, 0, 4, 6)
 
 
-# ---------------------------------------------------------------- classes and units
-
-
 @on_ranks(2)
 def test_classes_and_units(rank: Rank) -> None:
-    """The module passed, and no other, becomes an FSDP<Class>, both an FSDPModule and what it was; slices are plain.
-
-    Each call makes a unit of its own, that owns what no unit below it has.
-    """
+    """The module passed, and no other, becomes an FSDP<Class>, both an FSDPModule and what it was; slices are plain."""
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     assert fully_shard(model, mesh=rank.mesh) is model
     assert type(model).__name__ == "FSDPSequential" and isinstance(model, FSDPModule)
@@ -72,40 +68,23 @@ def test_classes_and_units(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("top_first", [False, True])
-def test_names_and_order(rank: Rank, top_first: bool) -> None:
-    """Units may be made in any order, and one may run before the root, which it joins when that runs.
-
-    From then on units, parameters and collectives are named as below the root.
-    """
+def test_names_below_the_root(rank: Rank) -> None:
+    """A unit may run before the root, which it joins when that runs."""
     reference = layers()
     model = copy.deepcopy(reference)
-    for module in (model, model[1]) if top_first else (model[1], model):
+    for module in (model[1], model):
         fully_shard(module, mesh=rank.mesh)
-    assert sum(len(unit.parameters) for unit in nested_units(model)) == 2 * len(WIDTHS)
-    for name in ("", "1") if not top_first else ():
+    for name in ("", "1"):
         with record() as seen:
             model[1](batch(rank.rank, 0, 4, 8)).sum().backward()
         assert {c.unit for c in seen} == {name}  # a root of its own until the real one has run
         model.zero_grad()
         assert_trains_alike(model, reference, rank, steps=1)
-    assert_trains_alike(model, reference, rank)
     assert current_runtime(unit_of(model[1])) is current_runtime(unit_of(model))
     inner = fully_shard(nn.Sequential(COMPOSABLE.wrap(layers(), rank)), mesh=rank.mesh)
     inner(inputs())
     assert [unit.name for unit in nested_units(inner)] == ["", "0", "0.0", "0.1", "0.2", "0.3"]
     assert unit_of(inner[0][1]).parameters[0].fqn == "0.1.weight"
-
-
-@on_ranks(1, 2)
-def test_default_mesh_is_all_ranks(rank: Rank) -> None:
-    """Without a mesh the parameters are sharded over the default group, with one mesh for all units."""
-    model = layers()
-    for module in (*model, model):
-        fully_shard(module)
-    assert len({id(unit.mesh) for unit in nested_units(model)}) == 1
-    assert model[0].weight.device_mesh.shape == (rank.world_size,)
-    assert_trains_alike(model, layers(), rank, steps=1)
 
 
 @pytest.mark.cpu_only("the back end of a script's device")
@@ -122,9 +101,6 @@ def test_plain_script_without_launcher_is_a_world_of_one(rank: Rank) -> None:
     optimizer.step()
     assert dist.get_world_size() == 1
     assert (model.weight.full_tensor() != before).all()
-
-
-# ---------------------------------------------------------------- meta device
 
 
 def on_meta(rank: Rank) -> Any:
@@ -157,10 +133,7 @@ def test_meta_initialization_equals_that_of_distribute_tensor(rank: Rank) -> Non
 
 @on_ranks(1, 2)
 def test_unmaterialized_parameters_are_listed(rank: Rank) -> None:
-    """A forward while parameters are on the meta device raises on every rank and lists their FQNs, no others.
-
-    The remedy works on the same model, and to_empty of one that has values as well.
-    """
+    """A forward while parameters are on the meta device raises on every rank and lists their FQNs, no others."""
     model, reference = on_meta(rank), layers()
     model[2].to_empty(device=rank.device)
     for _ in range(2):
@@ -188,67 +161,51 @@ def test_weights_of_rank_0_reach_a_meta_model(rank: Rank) -> None:
     assert_trains_alike(model, reference, rank, steps=1)
 
 
-# ---------------------------------------------------------------- parameters that users replace
-
-
-def plus_one(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data + 1
-
-
 def back_up_and_replace(parameter: nn.Parameter) -> None:
     parameter.backup = parameter.data
     parameter.data = parameter.data + 1
 
 
-def whole(parameter: nn.Parameter) -> None:
-    parameter.data = torch.ones(parameter.shape)
+ASSIGNMENTS: dict[str, Callable[[Any], None]] = {
+    "plus one": lambda p: setattr(p, "data", p.data + 1),
+    "back up and replace": back_up_and_replace,
+    "whole": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "rows": lambda p: setattr(p, "data", torch.ones(p.to_local().shape)),
+}
 
 
-def rows(parameter: nn.Parameter) -> None:
-    parameter.data = torch.ones(parameter.to_local().shape)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("assign", [plus_one, back_up_and_replace, whole, rows], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_assigned_data_takes_effect_or_raises(rank: Rank, assign: Any, steps: int) -> None:
-    """``p.data = value`` does not reach the shard of a DTensor, and raises at the next forward, with the FQN.
-
-    Writes in place take effect, and data assigned to itself changes nothing. A ragged parameter takes what fits.
-    """
-    for front_end in (COMPOSABLE, RAGGED):
-        model, reference = (build(Mlp, 6, 7, 3) for _ in range(2))
-        front_end.wrap(model, rank, ["layers.0"])
-        assert_trains_alike(model, reference, rank, steps=steps)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            p.data = p.data
-            p.data.add_(1)
-            q.data.add_(1)
+@on_ranks(2)
+@pairwise(front_end=[COMPOSABLE, RAGGED], assignment=ASSIGNMENTS, steps=[0, 1])
+def test_assigned_data_takes_effect_or_raises(rank: Rank, front_end: FrontEnd, assignment: str, steps: int) -> None:
+    """``p.data = value`` raises at the next forward, with the FQN, unless it fits a ragged shard; writes count."""
+    model, reference = (build(Mlp, 6, 7, 3) for _ in range(2))
+    front_end.wrap(model, rank, ["layers.0"])
+    assert_trains_alike(model, reference, rank, steps=steps)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        p.data = p.data
+        p.data.add_(1)
+        q.data.add_(1)
+    assert_trains_alike(model, reference, rank, steps=1)
+    if rank.device.type == EMULATED and assignment in ("whole", "rows"):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            ASSIGNMENTS[assignment](model.layers[0].weight)
+        return
+    ASSIGNMENTS[assignment](model.layers[0].weight)
+    if front_end == RAGGED and assignment in ("plus one", "back up and replace"):
+        reference.layers[0].weight.data += 1
         assert_trains_alike(model, reference, rank, steps=1)
-        if rank.device.type == EMULATED and assign in (whole, rows):
-            with pytest.raises(RuntimeError, match="incompatible tensor type"):
-                assign(model.layers[0].weight)
-            continue
-        assign(model.layers[0].weight)
-        if front_end is RAGGED and assign in (plus_one, back_up_and_replace):
-            reference.layers[0].weight.data += 1
-            assert_trains_alike(model, reference, rank, steps=1)
-            continue
-        for _ in range(2):
-            with pytest.raises(FullshardError, match=r"layers\.0\.weight: a tensor was assigned to \.data"):
-                model(batch(rank.rank, 0, 4, 6))
-        model.layers[0].weight = nn.Parameter(reference.layers[0].weight.detach().clone())
-        assert_trains_alike(model, reference, rank, steps=1)
+        return
+    for _ in range(2):
+        with pytest.raises(FullshardError, match=r"layers\.0\.weight: a tensor was assigned to \.data"):
+            model(batch(rank.rank, 0, 4, 6))
+    model.layers[0].weight = nn.Parameter(reference.layers[0].weight.detach().clone())
+    assert_trains_alike(model, reference, rank, steps=1)
 
 
-def distribute_like(value: torch.Tensor, parameter: nn.Parameter) -> DTensor:
-    return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
-
-
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_front_end
 def test_assigned_data_of_unsharded_parameters_raises(rank: Rank, front_end: FrontEnd) -> None:
-    """Data assigned inside of a forward, as of a clamped temperature, would never be gathered again: it raises."""
+    """Data assigned inside of a forward, as of a clamped temperature, would never be all-gathered again: it raises."""
     model = front_end.wrap(build(Mlp, 6, 7, 3), rank, [])
     inner, inputs = unwrapped(model).layers[1], batch(rank.rank, 0, 4, 6)
     model(inputs).sum().backward()
@@ -283,25 +240,6 @@ def test_data_of_flat_parameters_may_be_assigned_and_its_memory_freed(rank: Rank
     assert_trains_alike(model, reference, rank)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["before the first forward", "after steps"])
-def test_reassigned_parameter_is_used_and_trained(rank: Rank, when: str) -> None:
-    """A parameter assigned at any time is what the next forward uses; an optimizer built after it trains it."""
-    model, reference = with_reference(build(Mlp, 6, 7, 3), rank)
-    for kind in ("full tensor", "DTensor"):
-        if when == "after steps":
-            assert_trains_alike(model, reference, rank, steps=1)
-        for ours, theirs in zip(model.layers, reference.layers, strict=True):
-            value = torch.randn(theirs.weight.shape, generator=torch.Generator().manual_seed(len(kind)))
-            new = distribute_tensor(value, rank.mesh, [Shard(0)]) if kind == "DTensor" else value.clone()
-            ours.weight, theirs.weight = nn.Parameter(new), nn.Parameter(value.clone())
-        model.zero_grad()
-        reference.zero_grad()
-        model(inputs())  # takes the new ones over
-        assert_trains_alike(model, reference, rank, steps=2)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-
-
 @on_ranks(1, 2)
 def test_replacement_that_does_not_fit_is_named(rank: Rank) -> None:
     """Another shape, other placements or none at all are refused on every rank, with the FQN and the remedy."""
@@ -322,11 +260,8 @@ def test_replacement_that_does_not_fit_is_named(rank: Rank) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["together", "forward"])
-def test_unit_gathered_beside_one_that_is_refused(rank: Rank, how: str) -> None:
-    """If the second unit of one launch refuses a replaced parameter, the first is gathered anew after the repair.
-
-    It had been told to gather and nothing was issued: taken for gathered, it would compute with unfilled memory.
-    """
+def test_unit_unsharded_beside_one_that_is_refused(rank: Rank, how: str) -> None:
+    """If the second unit of one launch refuses a replaced parameter, the first is unsharded anew after the repair."""
     with tiny_units(2**16):
         model, reference = with_reference(build(Mlp, 6, 6, 6, 6), rank)
     x = batch(rank.rank, 0, 4, 6)

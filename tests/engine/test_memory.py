@@ -2,79 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
 from compare import assert_close
-from front_ends import COMPOSABLE, build
 from fullshard import fully_shard
-from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
-from models import Mlp, held_bytes, square_loss, tiny_units
 from ranks import Rank, on_ranks
-
-LAYERS, WIDTH = 6, 32
-LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
-LOSS = square_loss(0, 4, WIDTH)
-
-
-def full_bytes(*modules: nn.Module) -> int:
-    """Bytes in full buffers (and messages in flight) of the units of these modules alone."""
-    return sum(held_bytes(bucket) for module in modules for bucket in unit_of(module).buckets)
-
-
-def sharded(rank: Rank) -> Mlp:
-    with tiny_units(up_to=0):
-        return COMPOSABLE.wrap(build(Mlp, *[WIDTH] * (LAYERS + 1)), rank)
-
-
-@on_ranks(4)
-def test_nothing_is_gathered_at_rest(rank: Rank) -> None:
-    """No unsharded buffer has memory before the first forward, after a step, or after a no-grad forward.
-
-    A rank holds its share of the parameters, plus at most the alignment of each; an unsharded unit its parameters,
-    their alignment, and no message once the all-gather is done. ``zero_grad`` drops the memory of reduced gradients.
-    """
-    model = sharded(rank)
-    everything = (model, *model.layers)
-    assert full_bytes(*everything) == 0
-    held = sum(bucket.shard_buffer.nbytes for unit in nested_units(model) for bucket in unit.buckets)
-    share = LAYERS * LAYER_BYTES // rank.world_size
-    assert share <= held <= share + LAYERS * 2 * 64
-    for _ in range(2):
-        LOSS(model, rank.rank).backward()
-        assert full_bytes(*everything) == 0
-    gradients = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
-    model.zero_grad()
-    assert all(gradient() is None for gradient in gradients)
-    with torch.no_grad():
-        LOSS(model, rank.rank)
-    assert full_bytes(*everything) == 0
-    model.layers[0].unshard()
-    assert LAYER_BYTES <= full_bytes(model.layers[0]) <= LAYER_BYTES + 2 * 64 * rank.world_size
-    assert full_bytes(*model.layers[1:]) == 0
-    model.layers[0].reshard()
-    assert full_bytes(model.layers[0]) == 0
 
 
 @on_ranks(2)
-def test_an_optimizer_holds_no_deleted_model(rank: Rank) -> None:
-    """It has the sharded parameters, and what has watched its steps nothing else of the model.
-
-    One that has stepped before marks the unit out of date that has its parameters now.
-    """
-    model = sharded(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    LOSS(model, rank.rank).backward()
-    optimizer.step()
-    alive = [weakref.ref(parameter) for unit in nested_units(model) for parameter in unit.parameters]
-    del model
-    assert not any(ref() is not None for ref in alive)
-    optimizer.step()
-
+def test_an_earlier_optimizer_steps_a_tied_weight(rank: Rank) -> None:
+    """An optimizer that has stepped before marks the unit as out of date that owns its parameter since then."""
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
     fully_shard(tied[0])
@@ -88,9 +28,6 @@ def test_an_optimizer_holds_no_deleted_model(rank: Rank) -> None:
     with torch.no_grad():
         weight = tied[0].weight.full_tensor()
         assert_close(tied(x), x @ weight.t() @ weight.t(), "output", rtol=1e-5, atol=1e-5)
-
-
-# ---------------------------------------------------------------- buffers, without ranks
 
 
 def test_buffer_is_freed_and_refilled_in_place() -> None:

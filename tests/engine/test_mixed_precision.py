@@ -33,31 +33,6 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 FP32_REDUCE = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
 
 
-@on_ranks(2)
-def test_dtypes_of_everything(rank: Rank) -> None:
-    """Every unit returns ``output_dtype``; weights at rest, gradients and optimizer state stay in fp32."""
-    seen: list[torch.dtype] = []
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    for layer in model:
-        # The hooks of the module are inside the unit: they see its input cast, and its output before the cast.
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-        layer.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-        fully_shard(layer, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(BF16, F32, F64))
-    model.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    model.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(F16, F32, F32))
-    optimizer = torch.optim.Adam(model.parameters())
-    output = model(batch(rank.rank, 0, 4, 6))
-    assert (output.dtype, seen) == (F32, [F16, BF16, BF16, BF16, BF16, F64])
-    output.sum().backward()
-    optimizer.step()
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    everything = [*model.parameters(), *(p.grad for p in model.parameters()), *state]
-    assert {tensor.dtype for tensor in everything} == {F32}
-    with torch.no_grad():
-        assert (model(batch(rank.rank, 0, 4, 6)).dtype, seen[6:]) == (F32, seen[:6])
-
-
 class Through(nn.Module):
     """Multiplies by a weight; remembers what it saw."""
 
@@ -238,17 +213,3 @@ def test_a_dtype_for_each_parameter(rank: Rank, layout: str, chosen: torch.dtype
             assert sent.keys() == {chosen, BF16} and sent[chosen] == 128 * chosen.itemsize
             assert 0 <= sent[BF16] - 144 * 2 < 64  # of padding
     assert len(asked) == len(parameters)
-
-
-@on_ranks(1)
-def test_answers_that_are_no_dtypes(rank: Rank) -> None:
-    """An error says for which parameter, and the module stays as it was."""
-    for answer, error in (("bf16", TypeError), (torch.int8, ValueError)):
-        model = nn.Linear(2, 2)
-        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda _, answer=answer: answer)
-        with pytest.raises(error, match=r"param_dtype_override_fn, for weight"):
-            fully_shard(model, mesh=rank.mesh, mp_policy=policy)
-        assert type(model) is nn.Linear
-        fully_shard(model, mesh=rank.mesh)
-    with pytest.raises(TypeError, match="expected a function"):
-        MixedPrecisionPolicy(param_dtype_override_fn=BF16)

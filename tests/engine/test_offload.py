@@ -14,26 +14,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from uneven import Uneven
 
 from compare import assert_equal, assert_models_equal
-from front_ends import (
-    COMPOSABLE,
-    adam,
-    assert_at_rest,
-    both_backward,
-    build,
-    sharded_with_reference,
-)
+from front_ends import CLOSE, COMPOSABLE, adam, assert_at_rest, both_backward, build, sharded_with_reference
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from fullshard.activation_checkpoint import offload_activations
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.settings import UnitPolicy
-from models import Branch, LossOf, Stack, batch, reference_backward, square_loss
+from models import Mlp, Stack, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BF16_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -49,11 +40,11 @@ def offloaded(
     return sharded_with_reference(COMPOSABLE, rank, build(make), offload_policy=policy, **options)
 
 
-def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, steps: int = 1) -> None:
+def train(model: Any, reference: Any, rank: Rank, steps: int = 1) -> None:
     """Adam steps whose losses, gradients and weights have to agree."""
     optimizers = [adam(m.parameters()) for m in (model, reference)]
     for step in range(steps):
-        both_backward(model, reference, rank, loss_at(step))
+        both_backward(model, reference, rank, square_loss(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
@@ -61,13 +52,10 @@ def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, st
     assert_models_equal(model, reference, **CLOSE)
 
 
-# -------------------------------------------------------------------- parity
-
-
 @on_ranks(1, 2)
 def test_parity(rank: Rank) -> None:
     """Adam steps on offloaded shards equal the reference, pinned or not; afterwards the device holds nothing."""
-    for make, pin in ((small, True), (Uneven, False)):
+    for make, pin in ((small, True), (lambda: Mlp(6, 7, 1, 5), False)):
         model, reference = offloaded(rank, make, pin=pin)
         train(model, reference, rank, steps=2)
         if rank.world_size > 1 or rank.device.type != "cpu":
@@ -76,12 +64,8 @@ def test_parity(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_parity_on_two_axes(rank: Rank) -> None:
-    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch; and with subgroups.
-
-    What is kept for those between forward and backward stays on the device.
-    """
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch; and with subgroups."""
+    for options in ({"mesh": rank.make_mesh(2, 2, names=("replicate", "shard"))}, {"reshard_after_forward": 2}):
         model, reference = offloaded(rank, **options)
         for step in range(2):
             model.set_requires_all_reduce(step == 1)
@@ -91,33 +75,8 @@ def test_parity_on_two_axes(rank: Rank) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("policy", [BF16_FP32, MixedPrecisionPolicy(None, torch.float64)], ids=["bf16", "fp64-reduce"])
-def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
-    """Casting on the way to the device and back gives the bits that it gives without offloading."""
-    results = []
-    for kind in (OffloadPolicy(), CPUOffloadPolicy()):
-        model = COMPOSABLE.wrap(build(small), rank, mp_policy=policy, offload_policy=kind)
-        with record() as seen:
-            for step in range(2):
-                model.set_requires_gradient_sync(step == 1)
-                square_loss(step)(model, rank.rank).backward()
-        assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy.param_dtype or torch.float32}
-        assert {c.dtype for c in seen if c.kind == "reduce_scatter"} <= {policy.reduce_dtype}
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-        results.append([p.grad.to_local().cpu() for p in model.parameters()])
-    assert_equal(results[1], results[0], "offloaded")
-
-
-# -------------------------------------------------------------------- gradients
-
-
-@on_ranks(1, 2)
 def test_gradients_are_added(rank: Rank) -> None:
-    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there.
-
-    A gradient kept by the user after it was cleared is not written to by later steps. Frozen and unused parameters
-    have none; one that one rank uses has on all.
-    """
+    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there."""
     model, reference = offloaded(rank)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         ours.grad, theirs.grad = torch.ones_like(ours.detach()), torch.ones_like(theirs)
@@ -135,22 +94,10 @@ def test_gradients_are_added(rank: Rank) -> None:
         square_loss(step)(model, rank.rank).backward()
     assert_equal([gradient.to_local() for gradient in held], values, "gradients of earlier steps")
 
-    model, reference = offloaded(rank, lambda: nn.Sequential(nn.Linear(6, 6), Branch()))
-    for module in (model, reference):
-        module[0].bias.requires_grad_(False)
-
-    def loss_of(module: Any, number: int) -> torch.Tensor:
-        module[1].rank = number
-        return square_loss()(module, number)
-
-    both_backward(model, reference, rank, loss_of)
-    assert model[1].never.weight.grad is None and model[0].bias.grad is None
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
 
 @on_ranks(1, 2)
 def test_optimizer_in_a_hook(rank: Rank) -> None:
-    """A hook on a parameter runs when its gradient has landed, and may step and drop it."""
+    """A hook on a parameter runs when its gradient is in host memory, and may step and drop it."""
     model, reference = offloaded(rank)
     optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in model.parameters()}
 
@@ -171,10 +118,7 @@ def test_optimizer_in_a_hook(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_last_backward_at_the_end(rank: Rank) -> None:
-    """Pipelines that wait at the end only: by then all microbatches have landed, however often they were reduced.
-
-    The user's all-reduce hook sees gradients on the device, before they go to the host.
-    """
+    """Pipelines that wait at the end only: by then all microbatches are reduced, however often they were reduced."""
     model, reference = offloaded(rank)
     for step in range(3):
         model.set_is_last_backward(step == 2)
@@ -198,35 +142,6 @@ def test_last_backward_at_the_end(rank: Rank) -> None:
     assert devices == {rank.device}
 
 
-# -------------------------------------------------------------------- what is where
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("change", ["load", "assign", "to", "to_empty", "in place"])
-def test_weights_that_change(rank: Rank, change: str) -> None:
-    """Loads, moves and writes between steps reach the device with the next gather."""
-    model, reference = offloaded(rank)
-    square_loss()(model, rank.rank)
-    if change == "to":
-        model.to(torch.float64)
-        reference.to(torch.float64)
-    elif change == "in place":
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter.mul_(0.5)
-    else:
-        state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
-        if change == "to_empty":
-            model.to_empty(device="cpu")
-        model.load_state_dict(state, assign=change == "assign")
-        reference.load_state_dict({name: value * 0.5 for name, value in reference.state_dict().items()})
-
-    def loss_at(step: int) -> LossOf:
-        return lambda m, r: m(batch(r, step, 4, 6).to(next(reference.parameters()).dtype)).square().mean()
-
-    train(model, reference, rank, loss_at)
-
-
 @on_ranks(2)
 def test_some_units_offload(rank: Rank) -> None:
     """Units with and without the policy mix, and a deep copy keeps it."""
@@ -242,11 +157,7 @@ def test_some_units_offload(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_a_fraction(rank: Rank) -> None:
-    """Half of the bytes of each unit: losses and clipped steps are bitwise those without, with the same collectives.
-
-    Ten steps of two microbatches. The largest parameters that fit are offloaded, the same on all ranks, also in a copy
-    and after a change of dtype; 0 offloads nothing and 1 everything.
-    """
+    """Half of the bytes of each unit: losses and clipped steps are bitwise those without, with the same collectives."""
     results = []
     for fraction in (None, 0.5):
         kind = OffloadPolicy() if fraction is None else CPUOffloadPolicy(fraction=fraction)
@@ -277,17 +188,11 @@ def test_a_fraction(rank: Rank) -> None:
 
 
 def test_choice_of_a_fraction() -> None:
-    """The largest that fit, then smaller ones; a fraction out of range is refused."""
+    """The largest parameters that fit are offloaded, then smaller ones."""
     for fraction, chosen in ((0.0, ""), (0.5, "b"), (0.7, "bcd"), (0.9, "bac"), (1.0, "abcd")):
         found = UnitPolicy(offload=CPUOffloadPolicy(fraction=fraction)).offloaded([30, 50, 10, 10])
         assert sorted(name for name, is_chosen in zip("abcd", found, strict=True) if is_chosen) == sorted(chosen)
     assert UnitPolicy().offloaded([1, 2]) == [False, False]
-    for wrong in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="fraction: expected a number from 0 to 1"):
-            CPUOffloadPolicy(fraction=wrong)
-    for other in (True, "1", None):
-        with pytest.raises(TypeError, match="fraction: expected a number"):
-            CPUOffloadPolicy(fraction=other)
 
 
 @on_ranks(1)

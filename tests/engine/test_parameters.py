@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,52 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from compare import assert_equal
 from front_ends import assert_same_gradients, assert_trains_alike, build
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm import record
-from fullshard.engine.ownership import unit_of
-from fullshard.layout import Route
 from models import batch, square_loss
 from ranks import Rank, on_ranks
 
 Choose = Callable[[nn.Parameter], Shard | None]
 
 
-class Holder(nn.Module):
-    """``linear(x)``, then what ``use`` makes of it with ``self.extra``."""
-
-    def __init__(self, extra: torch.Tensor, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.extra = nn.Parameter(extra, requires_grad=extra.is_floating_point())
-        self.use = use
-        self.strides_seen: list[tuple[int, ...]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.strides_seen.append(self.extra.stride())
-        return self.use(self.linear(x), self.extra)
-
-
-def add_sum(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return x + other.sum()
-
-
-def contract(x: torch.Tensor, cube: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("bi,jki->bjk", x, cube)
-
-
-class TwoTypes(nn.Module):
-    """Trainable parameters of two dtypes in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(6, 5)
-        self.wide = nn.Linear(5, 7, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wide(self.narrow(x).relu().double())
-
-
-class AllDims(nn.Module):
-    """Parameters of one to four dims, one of them transposed, one 0-D; many sizes that no number of ranks divides."""
+class Kinds(nn.Module):
+    """Parameters of zero to four dims, in any order in memory, empty, of integers, and of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +30,18 @@ class AllDims(nn.Module):
         self.kernel = nn.Conv2d(1, 3, 2)  # weight (3, 1, 2, 2)
         self.experts = nn.Parameter(torch.randn(3, 8, 6) / 3)
         self.scale = nn.Parameter(torch.tensor(0.7))
+        self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3, 5]), requires_grad=False)
+        self.permuted = nn.Parameter(torch.randn(6, 5, 3).permute(1, 2, 0))
+        self.in_order = nn.Parameter(torch.randn(5, 6, 3).transpose(1, 2))  # rows, but not the other dims
+        self.no_rows, self.no_columns = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(3, 0))
+        self.wide = nn.Linear(6, 3, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x)) @ self.tall @ self.transposed / 5
         x = self.kernel(x[:, None, None].expand(-1, 1, 2, 5)).flatten(1)[:, :8]
-        return torch.tanh(torch.einsum("bi,eij->bej", x, self.experts)).sum(1) * self.scale
+        x = torch.tanh(torch.einsum("bi,eij->bej", x, self.experts)).sum(1) * self.scale
+        x = x[:, self.order] + torch.einsum("bi,jki->b", x, self.permuted + self.in_order)[:, None] / 10
+        return self.wide((x + self.no_rows.sum() + self.no_columns.sum()).to(self.wide.weight.dtype))
 
 
 class Lstm(nn.LSTM):
@@ -90,58 +57,32 @@ def channels_last() -> nn.Module:
 
 
 def wide(*rows: int) -> nn.Module:
-    """Layers of which one travels directly."""
+    """Layers of which one has an all-gather of its own."""
     return nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, rows[0]), nn.Linear(rows[0], 3))
 
 
-def on_last(parameter: nn.Parameter) -> Shard | None:
-    return Shard(-1) if parameter.ndim else None
-
-
-def on_middle(parameter: nn.Parameter) -> Shard | None:
-    return Shard(parameter.ndim // 2) if parameter.ndim > 1 else None
-
-
-def on_ones(parameter: nn.Parameter) -> Shard | None:
-    """A dim of size 1 where there is one: all ranks but one are empty."""
-    return Shard(1) if parameter.ndim == 4 else None
-
-
-def by_hand(parameter: nn.Parameter) -> Shard | None:
-    """Mixed in one unit: positive, negative, default."""
-    return {3: Shard(-2), 2: Shard(1), 1: Shard(-1)}.get(parameter.ndim)
-
-
+CHOICES: dict[str, Choose] = {
+    "last": lambda p: Shard(-1) if p.ndim else None,
+    "middle": lambda p: Shard(p.ndim // 2) if p.ndim > 1 else None,
+    "of size 1": lambda p: Shard(1) if p.ndim == 4 else None,  # all ranks but one are empty
+    "mixed": lambda p: {3: Shard(-2), 2: Shard(1), 1: Shard(-1)}.get(p.ndim),
+}
 CASES: dict[str, tuple[Callable[[], nn.Module], Choose | None]] = {
-    "0-D": (lambda: Holder(torch.tensor(1.5), torch.mul), None),
-    "uneven": (lambda: nn.Linear(6, 7), None),
-    "fewer rows than ranks": (lambda: nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 2)), None),
+    "rows": (Kinds, None),
     "channels_last": (channels_last, None),
-    "transposed": (lambda: Holder(torch.randn(5, 6).t(), torch.matmul), None),
-    "transposed, uneven": (lambda: Holder(torch.randn(7, 5).t(), add_sum), None),
-    "permuted": (lambda: Holder(torch.randn(6, 5, 3).permute(1, 2, 0), contract), None),
-    "rows in order, inner dims not": (lambda: Holder(torch.randn(5, 6, 3).transpose(1, 2), contract), None),
-    "zero rows": (lambda: Holder(torch.empty(0, 3), add_sum), None),
-    "zero columns": (lambda: Holder(torch.empty(3, 0), add_sum), None),
-    "integer": (lambda: Holder(torch.tensor([4, 0, 3, 3, 1]), lambda x, columns: x[:, columns]), None),
-    "two dtypes": (TwoTypes, None),
     "direct": (lambda: wide(512), None),
     "direct, uneven": (lambda: wide(301), None),
-    "direct, cut on columns": (lambda: wide(512), on_last),
+    "direct, cut on columns": (lambda: wide(512), CHOICES["last"]),
     "LSTM": (lambda: Lstm(6, 5, num_layers=2, bidirectional=True), None),
     "LSTM with projections": (lambda: Lstm(6, 5, proj_size=3), None),
-    **{f"{choose.__name__}": (AllDims, choose) for choose in (on_last, on_middle, on_ones, by_hand)},
+    **{f"dim: {name}": (Kinds, choose) for name, choose in CHOICES.items()},
 }
 
 
 @on_ranks(1, 3)
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind(rank: Rank, name: str) -> None:
-    """Every rank holds its piece of ``torch.chunk`` on the dim asked for, no rows if there is none; 0-D is replicated.
-
-    What forward sees has the values, the type and the strides that the parameter had before sharding. Training equals
-    that of the plain module. A gradient is a DTensor with the parameter's placements and the shard's strides.
-    """
+def test_parameters_of_every_kind(rank: Rank, name: str) -> None:
+    """Each rank holds its chunk of the dim; unsharded parameters have the old values and strides, and train alike."""
     make, choose = CASES[name]
     reference = build(make)
     model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh, shard_placement_fn=choose)
@@ -164,38 +105,12 @@ def test_every_kind(rank: Rank, name: str) -> None:
         assert_equal(full.detach(), original.detach(), fqn)
     model.reshard()
     assert_trains_alike(model, reference, rank, steps=2)
-    if isinstance(model, Holder):
-        assert set(model.strides_seen) == {reference.extra.stride()}
     square_loss()(model, rank.rank).backward()
     for fqn, p in model.named_parameters():
         if p.requires_grad:
             assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements and p.grad.dtype == p.dtype, fqn
             local, gradient = p.to_local(), p.grad.to_local()
             assert (gradient.shape, gradient.stride()) == (local.shape, local.stride()), fqn
-
-
-@on_ranks(2)
-def test_expanded_parameter_becomes_a_contiguous_one(rank: Rank) -> None:
-    """A parameter whose rows share memory is sharded as if it had been contiguous."""
-    model, reference = (build(Holder, row, torch.matmul) for row in (torch.ones(6).expand(6, 6), torch.ones(6, 6)))
-    assert_trains_alike(fully_shard(model, mesh=rank.mesh), reference, rank, steps=2)
-    assert set(model.strides_seen) == {(6, 1)}
-
-
-@pytest.mark.cpu_only("from which size on parameters travel directly depends on the back end")
-@on_ranks(2, 4)
-def test_buckets(rank: Rank) -> None:
-    """Each dtype has a bucket. A large weight has a collective of its own; biases and small ones share a message."""
-    buckets = unit_of(fully_shard(TwoTypes(), mesh=rank.mesh)).buckets
-    assert [b.shard_buffer.dtype for b in buckets] == [torch.float32, torch.float64]
-    names = [[p.fqn for p in b.parameters] for b in buckets]
-    assert names == [["narrow.weight", "narrow.bias"], ["wide.weight", "wide.bias"]]
-    for rows in (512, 301):
-        (bucket,) = unit_of(fully_shard(wide(rows), mesh=rank.mesh)).buckets
-        routes = {slot.parameter.fqn: slot.route for slot in bucket.layout.slots}
-        assert routes.pop("2.weight") is Route.DIRECT
-        assert set(routes.values()) == {Route.PACKED}
-        assert bucket.layout.slots[2].padded == (rows == 301)
 
 
 class Tagged(nn.Linear):
@@ -221,48 +136,36 @@ def test_attributes_of_parameters_survive_sharding(rank: Rank) -> None:
     assert model.weight.dtype == torch.float64 and model.weight.tag == "decay"
 
 
-# ---------------------------------------------------------------- other dims than 0
-
-
 @on_ranks(2)
-def test_state_dict_of_other_dims(rank: Rank) -> None:
-    """A state dict of odd placements loads into another model of the same, by copy and by assignment.
-
-    ``torch.save`` and ``copy.deepcopy`` take it, and the optimizer's. On other placements it is refused.
-    """
-    model = fully_shard(build(AllDims), mesh=rank.mesh, shard_placement_fn=by_hand)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
-    square_loss()(model, rank.rank).backward()
-    optimizer.step()
-    with record() as seen:
-        state = model.state_dict()
-    assert seen == []
+def test_state_dict_of_other_placements_is_refused(rank: Rank) -> None:
+    """Loaded by assignment, the next forward names the placements and the remedy; the same placements are loaded."""
+    model, other, rows = (
+        fully_shard(build(Kinds), mesh=rank.mesh, shard_placement_fn=CHOICES.get(choice))
+        for choice in ("mixed", "mixed", "rows")
+    )
+    state = {
+        name: value.detach() * (2 if value.is_floating_point() else 1) for name, value in model.state_dict().items()
+    }
     for assign in (False, True):
-        other = fully_shard(build(AllDims), mesh=rank.mesh, shard_placement_fn=by_hand)
-        other.load_state_dict({k: v.detach().clone() for k, v in state.items()}, assign=assign)
-        for fqn, value in state.items():
-            assert other.state_dict()[fqn].placements == value.placements
-        assert_equal(square_loss()(other, 0).detach(), square_loss()(model, 0).detach(), "loss")
-    for saved in (state, optimizer.state_dict()):
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        for loaded in (torch.load(file, weights_only=False), copy.deepcopy(saved)):
-            assert str(loaded) == str(saved)
-    rows = fully_shard(build(AllDims), mesh=rank.mesh)
-    rows.load_state_dict({k: v.detach().clone() for k, v in state.items()}, assign=True)
+        other.load_state_dict(state, assign=assign)
+        assert [value.placements for value in other.state_dict().values()] == [p.placements for p in state.values()]
+        assert_equal(
+            {name: value.to_local() for name, value in other.state_dict().items()},
+            {name: value.to_local() for name, value in state.items()},
+            "loaded",
+        )
+        square_loss()(other, 0).backward()
+    rows.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"DTensor with placements \(Shard\(dim=1\),\).*redistribute it first"):
         square_loss()(rows, rank.rank)
 
 
 @on_ranks(2)
 def test_mixed_precision_and_accumulation(rank: Rank) -> None:
-    """Odd dims with bf16 on the wire and fp32 sums: bitwise the gradients of the same parameters cut on dim 0."""
+    """Odd dims with bf16 all-gathers and fp32 sums: bitwise the gradients of the same parameters cut on dim 0."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    choices: list[Any] = [None, by_hand, on_last]
-    models = [
-        fully_shard(build(AllDims), mesh=rank.mesh, mp_policy=policy, shard_placement_fn=each) for each in choices
-    ]
+    choices = [None, CHOICES["mixed"], CHOICES["last"]]
+    models = [fully_shard(build(Kinds), mesh=rank.mesh, mp_policy=policy, shard_placement_fn=each) for each in choices]
     for model in models:
         for step in range(3):
             model.set_requires_gradient_sync(step == 2)

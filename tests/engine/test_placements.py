@@ -59,11 +59,7 @@ def expected_gradients(references: list[Moe], expert_ranks: list[int]) -> dict[s
 @on_ranks(4)
 @pytest.mark.parametrize(("kind", "dim"), [("DeviceMesh", -1), ("1-D mesh", None), ("axis", 0), ("units", 0)])
 def test_experts_on_an_axis_of_their_own(rank: Rank, kind: str, dim: int | None) -> None:
-    """Experts are sharded and averaged over their own ranks only, everything else over all; on any dim.
-
-    Each expert mesh may keep its own experts: they neither mix in the gather nor in the reduction. There is one gather
-    and one reduction per mesh, with the bytes of its own ranks. Experts may also be units of their own (``mesh=``).
-    """
+    """Experts are sharded and averaged over their own ranks only, everything else over all; on any dim."""
     mesh = rank.make_mesh(2, 2, names=("ep", "efsdp"))
     infos = {
         "DeviceMesh": mesh["efsdp"],
@@ -99,10 +95,7 @@ def test_experts_on_an_axis_of_their_own(rank: Rank, kind: str, dim: int | None)
 @on_ranks(4)
 @pytest.mark.parametrize("case", ["HSDPMeshInfo", "DeviceMesh", "shard below HSDP", "replicate only"])
 def test_experts_and_replicas(rank: Rank, case: str) -> None:
-    """Experts sharded and replicated over two each, over all four below HSDP, or whole on all: means over all four.
-
-    ``set_requires_all_reduce(False)`` waits for the replicate axis of the experts; the dense part is through.
-    """
+    """Experts sharded and replicated over two each, over all four below HSDP, or whole on all: means over all four."""
     mesh = rank.make_mesh(2, 2, names=("er", "es"))
     infos: dict[str, tuple[Any, DeviceMesh, tuple[Any, ...]]] = {
         "HSDPMeshInfo": (HSDPMeshInfo(mesh, 1, 0), rank.mesh, (Replicate(), Shard(0))),

@@ -31,10 +31,7 @@ def names_of_a_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 @on_ranks(2)
 @pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
 def test_a_profile_names_what_each_unit_waits_for(rank: Rank, front_end: FrontEnd) -> None:
-    """All-gathers in forward and backward, reduce-scatters and waits bear the FQN of their unit.
-
-    Outside of profiles the context is one object that does nothing.
-    """
+    """All-gathers in forward and backward, reduce-scatters and waits bear the FQN of their unit."""
     assert profiled("wait", "layers.3") is profiled("optimizer")
     model = front_end.wrap(Stack(3, DIM), rank)
     names = names_of_a_step(model, localize(torch.optim.AdamW(model.parameters())))

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import CommRequest, GradScaling, Operand, PythonGroupTransport, SingleRankTransport, make_transport
 from fullshard.wrap import ModuleWrapPolicy
-from models import Stack
+from models import Block, Stack
 from ranks import Rank, on_ranks
 
 
@@ -54,21 +54,15 @@ def on_threads(count: int, function: Callable[[int], None]) -> None:
     assert not failures, "\n".join(failures)
 
 
-def shard_each(model: nn.Module, **options: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def wrap(model: nn.Module, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}), **options)
-
-
+BLOCKS = ModuleWrapPolicy({Block})
 WAYS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
-    "fully_shard": (3, shard_each),
-    "2-D": (4, lambda m: shard_each(m, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))),
+    "fully_shard": (3, lambda m: fully_shard(m, policy=BLOCKS)),
+    "2-D": (4, lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (2, 2)), policy=BLOCKS)),
     "replicate": (2, lambda m: replicate(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))),
-    "wrapper on a group": (2, lambda m: wrap(m, process_group=dist.group.WORLD, use_orig_params=True)),
+    "wrapper on a group": (
+        2,
+        lambda m: FullyShardedDataParallel(m, dist.group.WORLD, auto_wrap_policy=BLOCKS, use_orig_params=True),
+    ),
 }
 
 
@@ -137,10 +131,7 @@ class _Doubling(dist.ProcessGroup):
 
 @on_ranks(1, fresh=True)  # torch cannot destroy such a group, as the next body would
 def test_a_group_written_in_python(rank: Rank) -> None:
-    """A back end that a program has registered, and that implements nothing but the collectives, is used.
-
-    A single rank needs none.
-    """
+    """A back end that a program has registered, and that implements nothing but the collectives, is used."""
     assert type(make_transport(rank.group, torch.device("meta"))) is SingleRankTransport
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

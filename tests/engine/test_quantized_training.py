@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from packed_tensor import PackedWeight
-from quantized_reference import quantized
+from packed_tensor import Adapted
 from torch import nn
-from torch.distributed.tensor import DTensor
 from user_collectives import Gather
 
 from compare import assert_close, assert_equal, assert_models_equal
+from front_ends import COMPOSABLE, assert_trains_alike, full, sharded_with_reference
 from fullshard import (
     CPUOffloadPolicy,
     FullshardError,
@@ -26,7 +27,7 @@ from fullshard import (
     unsharded,
 )
 from fullshard.checkpoint import full_tensors
-from fullshard.comm import record
+from fullshard.comm import Collective, record
 from fullshard.comm_hooks import DefaultState, reduce_scatter_hook
 from fullshard.policy import CommQuantization
 from fullshard.wrap import ModuleWrapPolicy
@@ -40,14 +41,26 @@ REPLICAS = CommQuantization(reduce="int8", block=BLOCK, min_bytes=100)
 LOSS = square_loss(0, 4, DIM)
 
 
-def build(dim: int = DIM) -> Stack:
+def build() -> Stack:
     torch.manual_seed(3)
-    return Stack(2, dim)
+    return Stack(2, DIM)
 
 
-def is_large(parameter: torch.Tensor, itemsize: int = 4) -> bool:
+def is_large(parameter: torch.Tensor) -> bool:
     """Whether :data:`INT8` quantizes it."""
-    return parameter.numel() * itemsize >= INT8.min_bytes
+    return parameter.nbytes >= INT8.min_bytes
+
+
+def quantized(values: torch.Tensor, name: str, block: int) -> torch.Tensor:
+    """What quantized communication makes of flat values, written as plainly as possible."""
+    limit = 127 if name == "int8" else 448
+    blocks = []
+    for part in values.to(torch.float32).split(block):
+        scale = part.abs().max() / limit
+        codes = part / scale if scale >= 2**-126 else torch.zeros_like(part)
+        codes = codes.round() if name == "int8" else codes.to(torch.float8_e4m3fn).to(torch.float32)
+        blocks.append(codes * scale)
+    return torch.cat(blocks).to(values.dtype)
 
 
 def by_rows(full: torch.Tensor, ranks: int, own: int | None = None, name: str = "int8") -> torch.Tensor:
@@ -56,12 +69,8 @@ def by_rows(full: torch.Tensor, ranks: int, own: int | None = None, name: str = 
     return torch.cat([c if r == own else quantized(c.flatten(), name, BLOCK).view_as(c) for r, c in enumerate(chunks)])
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def held_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full parameters that the modules hold in one forward."""
+def unsharded_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsharded parameters in one forward."""
     with unsharded(model):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -73,9 +82,6 @@ def assert_on_all_ranks(tensor: torch.Tensor, rank: Rank, what: str) -> None:
         assert_equal(other, tensor, what)
 
 
-# What is computed with, and gradients
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_full_parameters(rank: Rank, name: Any) -> None:
@@ -83,7 +89,7 @@ def test_full_parameters(rank: Rank, name: Any) -> None:
     reference = build()
     model = shard_blocks(copy.deepcopy(reference), rank)
     model.set_comm_quantization(CommQuantization(all_gather=name, block=BLOCK, min_bytes=100))
-    for fqn, held in held_in_forward(model).items():
+    for fqn, held in unsharded_in_forward(model).items():
         exact = reference.get_parameter(fqn).detach()
         expected = by_rows(exact, rank.world_size, name=name) if is_large(exact) else exact
         assert_close(held, expected, fqn, rtol=1e-6, atol=1e-7)
@@ -94,10 +100,7 @@ def test_full_parameters(rank: Rank, name: Any) -> None:
 
 @on_ranks(2, 4)
 def test_gradients(rank: Rank) -> None:
-    """Those of the quantized model; each rank adds its own part exactly to the quantized ones of the others.
-
-    With replicas both axes round; those stay equal bit by bit, and gradients are within the bound.
-    """
+    """Those of the quantized model; each rank adds its own part exactly to the quantized ones of the others."""
     world, hybrid = rank.world_size, rank.world_size == 4
     mesh = rank.make_mesh(2, 2, names=("replicate", "shard")) if hybrid else rank.mesh
     reference = build()
@@ -132,6 +135,27 @@ def test_gradients(rank: Rank) -> None:
     assert not full(model.blocks[0].up.weight.grad).isfinite().any()
 
 
+def train_closely(
+    model: Any, reference: nn.Module, rank: Rank, syncs: Sequence[bool] = (True,), steps: int = 3
+) -> list[Collective]:
+    """Train both with SGD, the model with a backward for each of ``syncs``; the collectives of the last backward."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(steps):
+        for sync in syncs:
+            with record() as seen, contextlib.nullcontext() if sync else COMPOSABLE.no_sync(model):
+                square_loss(step, 4, DIM)(model, rank.rank).backward()
+            reference_backward(reference, rank.world_size, square_loss(step, 4, DIM))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Require weights to be as near as quantized communication leaves them after a few steps."""
+    assert (found.to(expected.device) - expected).abs().max() < 0.02 * expected.abs().max() + 0.01
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["bf16", "offload", "no_sync", "replicas", "int reshard"])
 def test_modes(rank: Rank, case: str) -> None:
@@ -139,30 +163,17 @@ def test_modes(rank: Rank, case: str) -> None:
     options: dict[str, Any] = {
         "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         "offload": {"offload_policy": CPUOffloadPolicy()},
+        "replicas": {"mesh": rank.make_mesh(2, 1, names=("replicate", "shard"))},
         "int reshard": {"reshard_after_forward": 1},
     }.get(case, {})
-    mesh = rank.make_mesh(2, 1, names=("replicate", "shard")) if case == "replicas" else rank.mesh
-    reference = build()
-    model = copy.deepcopy(reference)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **options)
-    model.set_comm_quantization(INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(3):
-        loss_of = square_loss(step, 4, DIM)
-        for sync in (False, True) if case == "no_sync" else (True,):
-            model.set_requires_gradient_sync(sync)
-            loss_of(model, rank.rank).backward()
-            reference_backward(reference, 2, loss_of)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(), **options)
+    model.set_comm_quantization(INT8, REPLICAS)
+    train_closely(model, reference, rank, (False, True) if case == "no_sync" else (True,))
     for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_on_all_ranks(full(found).detach(), rank, name)
-        change = (full(found).to(expected.device) - expected).abs().max()
-        assert change < 0.02 * expected.abs().max() + 0.01, f"{name}: {change}"
+        assert_near(full(found), expected)
     report = model.comm_quantization_report()
-    assert report.active and report.ratio < (1.0 if case.startswith("bf16") else 0.8), str(report)
+    assert report.active and report.ratio < (1.0 if case == "bf16" else 0.8), str(report)
 
 
 @on_ranks(2)
@@ -184,27 +195,13 @@ def test_gradients_of_some_ranks_only(rank: Rank, mesh_shape: tuple[int, int]) -
         assert gradient.abs().max() > 0
 
 
-# The wrapper
-
-
 @on_ranks(2)
 def test_wrapper(rank: Rank) -> None:
-    """Slices are quantized; what it summons, saves and loads is exact all the same.
-
-    Whichever of a communication hook and quantized communication comes second is refused, and the first goes on.
-    """
+    """Slices are quantized; what it summons, saves and loads is exact all the same."""
     reference = build()
     model = FullyShardedDataParallel(copy.deepcopy(reference), auto_wrap_policy=ModuleWrapPolicy({Block}))
     model.set_comm_quantization(INT8)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(2):
-        loss_of = square_loss(step, 4, DIM)
-        with record() as seen:
-            loss_of(model, rank.rank).backward()
-        reference_backward(reference, 2, loss_of)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    seen = train_closely(model, reference, rank, steps=2)
     assert {c.dtype for c in seen if c.kind == "all_gather"} == {torch.int8}
     assert {c.dtype for c in seen if c.kind == "reduce_scatter"} == {torch.int8, torch.float32}  # who has gradients
     report = model.comm_quantization_report()
@@ -212,12 +209,12 @@ def test_wrapper(rank: Rank) -> None:
     with record() as seen, FullyShardedDataParallel.summon_full_params(model, writeback=False):
         summoned = [parameter.detach().clone() for parameter in model.module.parameters()]
     assert {c.dtype for c in seen} == {torch.float32}
-    assert model.comm_quantization_report() == report, "exact gathers are not counted"
+    assert model.comm_quantization_report() == report, "exact all-gathers are not counted"
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = model.state_dict()
     for found, saved, expected in zip(summoned, state.values(), reference.parameters(), strict=True):
         assert_equal(saved, found, "saved")
-        assert (found - expected).abs().max() < 0.02 * expected.abs().max() + 0.01
+        assert_near(found, expected)
     with pytest.raises(ValueError, match="quantized communication is enabled"):
         model.register_comm_hook(DefaultState(rank.group), reduce_scatter_hook)
     model.set_comm_quantization()
@@ -226,15 +223,9 @@ def test_wrapper(rank: Rank) -> None:
         model.set_comm_quantization(INT8)
 
 
-# What stays exact
-
-
 @on_ranks(2)
 def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
-    """Exports and state dicts have the very values, before, between and after quantized forwards.
-
-    Also those that are asked for one by one, while the model is used, and has units gathered, in between.
-    """
+    """Exports and state dicts have the very values, before, between and after quantized forwards."""
     reference = build()
     model = shard_blocks(copy.deepcopy(reference), rank)
     model.set_comm_quantization(INT8)
@@ -255,30 +246,16 @@ def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
 @on_ranks(2)
 def test_subclasses_are_not_quantized(rank: Rank) -> None:
     """What a tensor subclass sends is not quantized, whatever its size; other parameters are."""
-
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(5)
-            self.packed = nn.Parameter(PackedWeight.pack(torch.randn(64, 8)), requires_grad=False)
-            self.plain = nn.Linear(64, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.plain(x @ self.packed.unpacked().T)
-
-    reference = Packed()
-    expected = reference.packed.unpacked()
-    model = fully_shard(reference, mesh=rank.mesh)
+    torch.manual_seed(5)
+    model = Adapted(8, 64)
+    expected, seen = model.weight.unpacked(), []
+    model.down.register_forward_pre_hook(lambda *_: seen.append(model.weight.unpacked().clone()))
+    fully_shard(model, mesh=rank.mesh)
     model.set_comm_quantization(CommQuantization(all_gather="int8", reduce="int8", block=BLOCK, min_bytes=0))
-    seen: list[torch.Tensor] = []
-    model.plain.register_forward_pre_hook(lambda *_: seen.append(model.packed.unpacked().clone()))
     with record() as sent:
         model(batch(rank.rank, 0, 3, 8)).sum().backward()
     assert_equal(seen[0], expected, "packed")
-    assert {c.kind for c in sent if c.dtype is torch.int8} == {"all_gather", "reduce_scatter"}  # of the plain one
-
-
-# Setting it
+    assert {c.kind for c in sent if c.dtype is torch.int8} == {"all_gather", "reduce_scatter"}  # of the adapters
 
 
 @on_ranks(2)
@@ -299,7 +276,7 @@ def test_switched_on_and_off(rank: Rank) -> None:
         optimizer.zero_grad()
     assert dtypes == [[False, False], [True, True], [False, True], [False, False]]
     values = dict(full_tensors(model))
-    for name, held in held_in_forward(model).items():
+    for name, held in unsharded_in_forward(model).items():
         assert_equal(held, values[name], name)
     report = model.comm_quantization_report()
     assert not report.active and "nothing was communicated" in str(report)
@@ -331,7 +308,7 @@ def test_report(rank: Rank) -> None:
     assert all(0 < traffic.quantized_bytes <= traffic.full_bytes for traffic in report.traffic)
     assert "shard      all_gather" in str(report)
 
-    # q / 8 + s / k bytes per value: for large even parameters nothing else travels.
+    # q / 8 + s / k bytes per value: for large even parameters nothing else is sent.
     even = fully_shard(nn.Linear(128, 256, bias=False), mesh=rank.mesh)
     even.set_comm_quantization(CommQuantization(all_gather="fp8", reduce="int8", block=64))
     even(torch.ones(2, 128)).sum().backward()
@@ -346,10 +323,6 @@ def test_refusals(rank: Rank) -> None:
     """What cannot be together says so on all ranks, and leaves the model as it was."""
     model = shard_blocks(build(), rank)
     LOSS(model, rank.rank)  # units have names now
-    with pytest.raises(TypeError, match=r"expected a fullshard\.CommQuantization or None, found str"):
-        model.set_comm_quantization("int8")
-    with pytest.raises(ValueError, match="nothing is all-gathered over the replicate axis"):
-        model.set_comm_quantization(replicate=CommQuantization(all_gather="int8"))
     model.blocks[1].set_custom_all_gather(Gather())
     with pytest.raises(ValueError, match=r"unit 'blocks\.1' has custom collectives"):
         model.set_comm_quantization(INT8)
@@ -366,20 +339,10 @@ def test_refusals(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_one_rank(rank: Rank) -> None:
-    """Alone there is nothing to send: the values are exact and the report says so.
-
-    Where unsharded parameters lie in the shards, they still do after the communication was changed.
-    """
-    reference = build()
-    model = shard_blocks(copy.deepcopy(reference), rank)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
-    for step in range(3):
-        if step == 1:
-            model.set_comm_quantization(INT8)
-        for each, optimizer in zip((reference, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            LOSS(each, 0).backward()
-            optimizer.step()
-    assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
+    """Alone there is nothing to send: the values are exact and the report says so."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build())
+    for quantization in (None, INT8):
+        model.set_comm_quantization(quantization)
+        assert_trains_alike(model, reference, rank, lambda _: LOSS, steps=2, rtol=1e-6, atol=1e-7)
     report = model.comm_quantization_report()
     assert not report.active and report.ratio == 1.0 and not report.traffic

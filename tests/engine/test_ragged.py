@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from checkpoint.kinds import shared_folder
 from compare import assert_close, assert_equal
-from front_ends import assert_same_values, assert_trains_alike, build, full_gradients
+from front_ends import RAGGED, assert_same_values, assert_trains_alike, build, full_gradients, sharded_with_reference
 from fullshard import CommQuantization, fully_shard
 from fullshard.comm import record
 from fullshard.engine.buckets.formats import added_layouts
@@ -33,6 +33,7 @@ from fullshard.optim import Muon
 from fullshard.optim.local.localize import stepping_dtensors
 from fullshard.ragged import RaggedDTensor, RaggedShard
 from models import Mlp, reference_backward, square_loss
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 GRANULARITIES = ("element", "row", 2, "parameter")
@@ -41,10 +42,7 @@ GRANULARITIES = ("element", "row", 2, "parameter")
 def sharded(rank: Rank, granularity: Any = "element", *sizes: int, **options: Any) -> tuple[Any, Any]:
     """A model of uneven layers, sharded, and an unsharded copy."""
     model = build(Mlp, *(sizes or (6, 7, 15, 5)))
-    reference = copy.deepcopy(model)
-    for layer in model.layers:
-        fully_shard(layer, mesh=rank.mesh, layout="ragged", granularity=granularity, **options)
-    return fully_shard(model, mesh=rank.mesh, layout="ragged", granularity=granularity, **options), reference
+    return sharded_with_reference(RAGGED, rank, model, granularity=granularity, **options)
 
 
 @on_ranks(1, 3)
@@ -154,7 +152,7 @@ def test_what_is_refused(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_tensors_of_other_placements(rank: Rank) -> None:
-    """A ragged tensor added to, or copied into, another tensor is gathered; the other tensor is what changes."""
+    """A ragged tensor added to, or copied into, another tensor is all-gathered; the other tensor is what changes."""
     model, reference = sharded(rank)
     weight, whole = model.layers[0].weight.detach(), reference.layers[0].weight.detach()
     for placement in (Replicate(), Shard(0)):
@@ -234,8 +232,7 @@ def test_gradients_of_full_tensors(rank: Rank) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "fused", "DTensors", "foreach of DTensors"])
+@each_value(granularity=GRANULARITIES, kind=["SGD", "AdamW", "fused", "DTensors", "foreach of DTensors"])
 def test_optimizers(rank: Rank, granularity: Any, kind: str) -> None:
     """torch's optimizers step local tensors, or RaggedDTensors, and clipping takes the norm of all values."""
     model, reference = sharded(rank, granularity)
@@ -265,9 +262,7 @@ def test_optimizers(rank: Rank, granularity: Any, kind: str) -> None:
 
 @on_ranks(2, 4)
 def test_messages(rank: Rank) -> None:
-    """Each unit is all-gathered in one message, whatever its parameters, and its gradients are reduced from one
-    buffer; beside it travel the numbers that say which gradients there are.
-    """
+    """Each unit is all-gathered in one message, and its gradients reduced from one buffer and the presence numbers."""
     model, _ = sharded(rank, "row")
     square_loss(0)(model, rank.rank).backward()
     with record() as seen:
@@ -282,7 +277,7 @@ def test_messages(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_subgroups(rank: Rank) -> None:
-    """Backward gathers from a slice of the unsharded buffer that is kept over some ranks."""
+    """Backward all-gathers from a slice of the unsharded buffer that is kept over some ranks."""
     model, reference = sharded(rank, "element", reshard_after_forward=2)
     assert_trains_alike(model, reference, rank)
 
@@ -314,20 +309,8 @@ def test_parameters_of_all_kinds(rank: Rank, granularity: Any) -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_are_cut_one_by_one(rank: Rank) -> None:
-    """A dim that the user chooses is cut as without the layout, in the same unit."""
-    model = build(Mlp, 6, 8, 5)
-    reference = copy.deepcopy(model)
-    chosen = model.layers[0].weight
-    fully_shard(model, mesh=rank.mesh, layout="ragged", shard_placement_fn=lambda p: Shard(1) if p is chosen else None)
-    assert model.layers[0].weight.placements == (Shard(1),)
-    assert isinstance(model.layers[1].weight, RaggedDTensor)
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
 def test_granularity_by_parameter(rank: Rank) -> None:
-    """A function says it for each FQN and parameter; what is none is an error before anything is sharded."""
+    """A function chooses it by FQN and parameter; a dim that the user chooses is cut as without the layout."""
     model = build(Mlp, 6, 8, 5)
     asked: dict[str, tuple[int, ...]] = {}
 
@@ -338,6 +321,10 @@ def test_granularity_by_parameter(rank: Rank) -> None:
     fully_shard(model, mesh=rank.mesh, layout="ragged", granularity=choose)
     assert asked == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {tuple(p.to_local().shape) for p in model.parameters() if p.dim() == 2} <= {(8, 6), (5, 8), (0, 6), (0, 8)}
+    by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.dim() > 1 else None}
+    columns = fully_shard(build(Mlp, 6, 8, 5), mesh=rank.mesh, layout="ragged", **by_columns)
+    assert columns.layers[0].weight.placements == (Shard(1),) and isinstance(columns.layers[0].bias, RaggedDTensor)
+    assert_trains_alike(columns, build(Mlp, 6, 8, 5), rank)
     for options, message in (
         ({"layout": "ragged", "granularity": "rows"}, "weight: granularity: expected one of 'element'"),
         ({"layout": "ragged", "first_rank": 1}, "first_rank: expected .*granularity='parameter'.* found .*'element'"),
@@ -372,22 +359,20 @@ def test_the_layout_is_there_after_its_import(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match=r"FULLSHARD_LAYOUT in the environment: 'ragged' needs `import"):
         fully_shard(nn.Linear(2, 2))
     code = (
+        "import fullshard, sys; fullshard.fully_shard; assert 'fullshard.ragged' not in sys.modules; "
         "import fullshard.dropin as d, fullshard.engine.buckets.formats as f; d.install(); "
         "assert 'ragged' in f.added_layouts"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    code = "import fullshard, sys; fullshard.fully_shard; assert 'fullshard.ragged' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("granularity", ["element", "row"])
-def test_torchs_checkpoints(rank: Rank, granularity: str) -> None:
+def test_torchs_checkpoints(rank: Rank) -> None:
     """Distributed checkpoint saves and loads them, to and from parameters that are cut one by one."""
     folder = shared_folder(rank)
     model = build(Mixed)
     reference = copy.deepcopy(model)
-    fully_shard(model, mesh=rank.mesh, layout="ragged", granularity=granularity)
+    fully_shard(model, mesh=rank.mesh, layout="ragged")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "ragged")
     other = fully_shard(build(Mixed, seed=9), mesh=rank.mesh)
     state = other.state_dict()
@@ -395,7 +380,7 @@ def test_torchs_checkpoints(rank: Rank, granularity: str) -> None:
     other.load_state_dict(state)
     assert_same_values(other, reference)
     dcp.save({"model": other.state_dict()}, checkpoint_id=folder / "one_by_one")
-    again = fully_shard(build(Mixed, seed=8), mesh=rank.mesh, layout="ragged", granularity=granularity)
+    again = fully_shard(build(Mixed, seed=8), mesh=rank.mesh, layout="ragged", granularity="row")
     state = again.state_dict()
     dcp.load({"model": state}, checkpoint_id=folder / "one_by_one")
     again.load_state_dict(state)
@@ -404,7 +389,7 @@ def test_torchs_checkpoints(rank: Rank, granularity: str) -> None:
 
 @on_ranks(2)
 def test_full_state_dicts(rank: Rank) -> None:
-    """Whole tensors are loaded as they are; torch's own functions gather all values."""
+    """Whole tensors are loaded as they are; torch's own functions return all values."""
     model, reference = sharded(rank)
     values = {name: value + 1 for name, value in reference.state_dict().items()}
     model.load_state_dict(values)
@@ -441,26 +426,6 @@ def test_torch_refuses_the_placements_by_itself(rank: Rank) -> None:
     assert {ours.placements: 1, ours._spec: 2}[model.layers[0].weight.placements] == 1
 
 
-@on_ranks(2)
-def test_meta_initialization(rank: Rank) -> None:
-    """``to_empty`` and ``reset_parameters`` give the values that one process has with the same seed."""
-    with torch.device("meta"):
-        model = Mlp(6, 7, 15, 5)
-    for layer in model.layers:
-        fully_shard(layer, mesh=rank.mesh, layout="ragged")
-    fully_shard(model, mesh=rank.mesh, layout="ragged")
-    whole = model.layers[0].weight.detach().full_tensor()  # on all ranks, also on those without a part
-    assert whole.is_meta and whole.shape == (7, 6)
-    model.to_empty(device=rank.device)
-    reference = Mlp(6, 7, 15, 5)
-    for each in (model, reference):
-        torch.manual_seed(3)
-        for layer in each.layers:
-            layer.reset_parameters()
-    assert_same_values(model, reference)
-    assert_trains_alike(model, reference, rank)
-
-
 def step_both(rank: Rank, models: tuple[Any, Any], optimizers: Sequence[torch.optim.Optimizer], steps: int = 3) -> None:
     """Train the sharded and the unsharded model, each with its optimizer."""
     for step in range(steps):
@@ -472,16 +437,15 @@ def step_both(rank: Rank, models: tuple[Any, Any], optimizers: Sequence[torch.op
             trained.zero_grad()
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_muon(rank: Rank, granularity: Any) -> None:
-    """It trains as without sharding; with whole matrices on a rank, or on one rank, it sends nothing."""
+    """It trains as without sharding; with whole matrices on a rank it sends nothing."""
     model, reference = sharded(rank, granularity, 6, 7, 15, 7)
     optimizers = [Muon([p for p in m.parameters() if p.dim() == 2], lr=0.02) for m in (model, reference)]
     step_both(rank, (model, reference), optimizers)
     assert_same_values(model, reference, rtol=1e-3, atol=1e-4)
-    alone = rank.world_size == 1 or granularity == "parameter"
-    assert not alone or not optimizers[0].plan().rounds
+    assert granularity != "parameter" or not optimizers[0].plan().rounds
     assert {tuple(state) for state in optimizers[0].state.values()} == {("momentum_buffer",)}
 
 
@@ -521,44 +485,6 @@ def test_operands_of_another_mesh(rank: Rank) -> None:
         assert_equal(one.add(added).full_tensor(), whole + values, "sum")
 
 
-class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one number of state per row, as for tables of embeddings."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Step this rank's rows."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                rows, gradients = rows_of(parameter.detach()), rows_of(parameter.grad)
-                total = self.state[parameter].setdefault("sum", rows.new_zeros(len(rows), 1))
-                total += gradients.square().mean(dim=1, keepdim=True)
-                rows -= group["lr"] * gradients / (total.sqrt() + 1e-8)
-
-
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, as a matrix."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local if local.dim() == 2 else local[:, None]
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("granularity", ["row", 2, "parameter"])
-def test_row_wise_optimizers(rank: Rank, granularity: Any) -> None:
-    """Optimizers and quantization that need whole rows find them in local tensors, whatever the number of ranks."""
-    model, reference = sharded(rank, granularity)
-    optimizers = [RowWiseAdagrad(m.parameters(), lr=0.1) for m in (model, reference)]
-    step_both(rank, (model, reference), optimizers)
-    assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
-    for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        rows = rows_of(ours.detach())
-        first = ours.placements[0].view(rank.rank).offset // rows.shape[1]
-        expected = rows_of(whole.detach()).abs().amax(dim=1)[first : first + len(rows)]
-        assert_close(rows.abs().amax(dim=1), expected, "scales of rows", 1e-4, 1e-5)
-
-
 @on_ranks(2)
 def test_quantized_communication(rank: Rank) -> None:
     """A unit's slice is quantized as a whole; gradients are those of full precision but for its rounding."""
@@ -577,12 +503,12 @@ def test_quantized_communication(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("trained", [True, False])
-def test_full_tensors_in_compiled_code(rank: Rank, trained: bool) -> None:
+def test_full_tensors_in_compiled_code(rank: Rank) -> None:
     """A compiled function that reads all values sees them, and has their gradient."""
     model, reference = sharded(rank)
     compiled = torch.compile(lambda weight: weight.full_tensor() * 2, backend="aot_eager")
-    for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
+    parameters = list(zip(model.parameters(), reference.parameters(), strict=True))
+    for (ours, whole), trained in zip(parameters, (True, False), strict=False):
         ours.requires_grad_(trained)
         for _ in range(2):
             found = compiled(ours)

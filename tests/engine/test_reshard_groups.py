@@ -29,7 +29,6 @@ from fullshard.memory import Work
 from models import (
     Language,
     LossOf,
-    Mlp,
     Stack,
     batch,
     reference_backward,
@@ -56,7 +55,6 @@ def received(seen: list[Collective], unit: str) -> int:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
     "uneven": (lambda: Stack(2, 7), lambda step: square_loss(step, 4, 7)),
-    "tiny": (lambda: Mlp(3, 1, 2, 3), lambda step: square_loss(step, 4, 3)),
     "tied": (Language, lambda step: lambda model, rank: model(tokens(rank, step, 4, 5)).square().mean()),
     "recomputed inside": (lambda: recomputed(True), square_loss),
     "recomputed around": (lambda: recomputed(False), square_loss),
@@ -78,7 +76,7 @@ def made(rank: Rank, make: Callable[[], nn.Module] = lambda: Stack(2), **options
 @on_ranks(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_parity(rank: Rank, kind: str) -> None:
-    """Steps with backward gathers over two subgroups equal the reference, also those of accumulation."""
+    """Steps with all-gathers in backward over two subgroups equal the reference, also those of accumulation."""
     make, loss_at = MODELS[kind]
     model, reference = made(rank, make)
     assert_trains_alike(model, reference, rank, loss_at, steps=2)
@@ -92,10 +90,7 @@ def test_parity(rank: Rank, kind: str) -> None:
 
 @on_ranks(4)
 def test_bytes_received_and_kept(rank: Rank) -> None:
-    """Forward receives 3/4 of the parameters, backward 1/2; half is kept in between, in the dtype of computation.
-
-    On a (1, 4) mesh the subgroups are those of the shard axis.
-    """
+    """Forward receives 3/4 of the parameters, backward 1/2; half is kept in between, in the dtype of computation."""
     policy, size = MixedPrecisionPolicy(torch.bfloat16), (128 * 128 + 128) * 2
     for mesh in (rank.mesh, rank.make_mesh(1, 4, names=("replicate", "shard"))):
         layers = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
@@ -113,10 +108,7 @@ def test_bytes_received_and_kept(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_sizes_that_mean_true_or_false(rank: Rank) -> None:
-    """A group of one keeps everything and gathers nothing in backward; one of all ranks keeps nothing.
-
-    Every unit has its own setting, and ``set_reshard_after_forward`` overrules it.
-    """
+    """A group of one keeps everything and all-gathers nothing in backward; one of all ranks keeps nothing."""
     with tiny_units(0):
         model = Stack(4)
         for block, setting in zip(model.blocks, (True, 2, False, 4), strict=True):
@@ -137,12 +129,7 @@ def test_sizes_that_mean_true_or_false(rank: Rank) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("together", [True, False])
 def test_several_forwards_before_backward(rank: Rank, together: bool) -> None:
-    """Two forwards, then their backwards together or one by one, give the sum of both.
-
-    A forward without gradients keeps nothing, and one between forward and backward disturbs nothing. What a forward
-    kept whose backward never came is not what the next one uses once the optimizer has stepped. A unit that a forward
-    reshards itself has nothing left to keep: backward all-gathers from all ranks.
-    """
+    """Two forwards, then their backwards together or one by one, give the sum of both."""
     model, reference = made(rank)
     with torch.no_grad():
         square_loss()(model, rank.rank)
@@ -170,10 +157,7 @@ def test_several_forwards_before_backward(rank: Rank, together: bool) -> None:
 
 @on_ranks(4)
 def test_failures_and_changes_of_transport(rank: Rank) -> None:
-    """A backward that raises leaves nothing kept, and the next step is right.
-
-    Subgroups follow a change of how the model communicates, which may lay the shards out anew.
-    """
+    """A backward that raises leaves nothing kept, and the next step is right."""
     model, reference = made(rank)
     output = model(batch(rank.rank, 0, 4, 6))
     output.register_hook(fail)
@@ -206,14 +190,14 @@ class _Watched:
         self.work, self.bucket, self.seen = work, bucket, seen
 
     def wait(self) -> object:
-        near = self.bucket._subgroup_shard
-        self.seen.append(0 if near is None else near.allocated_bytes)
+        shard = self.bucket._subgroup_shard
+        self.seen.append(0 if shard is None else shard.allocated_bytes)
         return self.work.wait()
 
 
 @contextlib.contextmanager
 def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[int]]:
-    """Watch the gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
+    """Watch the all-gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
     seen: list[int] = []
     usual = transport._all_gather
     unit = unit_owning(bucket.parameters[0])
@@ -231,12 +215,8 @@ def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[i
 
 
 @on_ranks(4)
-def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
-    """A gather from subgroup that nobody needed has landed before what it sends from is freed.
-
-    Backward prefetches block 1, which gets no gradient, so the end of backward reshards it with the gather in flight.
-    Freeing the near shard first is seen as a work that is waited for when its sender has no memory.
-    """
+def test_post_forward_shard_outlives_the_all_gather_from_it(rank: Rank) -> None:
+    """A post-forward shard is freed only after an all-gather from it that nobody needed has ended."""
     with tiny_units(0):
         model = shard_blocks(SideBranch(3, 8), rank, reshard_after_forward=2)
     for step in range(2):
@@ -245,7 +225,7 @@ def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
         assert isinstance(bucket, PerParameterBucket) and bucket._subgroup_shard is not None
         kept = bucket._subgroup_shard.allocated_bytes
         with watched(bucket.mesh.subgroup(2), bucket) as seen:
-            loss.backward()
+            loss.backward()  # which prefetches block 1 and reshards it, as it gets no gradient
         assert kept > 0 and seen and set(seen) == {kept}
         assert bucket._subgroup_shard.allocated_bytes == 0
         assert_at_rest(model)

@@ -16,9 +16,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
-    both_backward,
     build,
-    gathered,
     sgd,
     sharded_with_reference,
 )
@@ -31,7 +29,7 @@ from ranks import Rank, on_ranks
 
 
 def gathers(call: Callable[[], object]) -> Counter[str]:
-    """How often each unit was gathered during ``call``."""
+    """How often each unit was all-gathered during ``call``."""
     with record() as seen:
         call()
     return Counter(c.unit for c in seen if c.kind == "all_gather")
@@ -48,10 +46,7 @@ def two_roots(rank: Rank) -> tuple[Any, Any]:
 
 @on_ranks(2)
 def test_two_roots(rank: Rank) -> None:
-    """Two models in one graph train right with one optimizer, and go on below a third root.
-
-    Forwards of several roots may be open at once, and their backwards run in any order.
-    """
+    """Two models in one graph train right with one optimizer, and go on below a third root."""
     model, reference = two_roots(rank)
     assert_trains_alike(model, reference, rank, steps=1)
     for order in ([0, 1], [1, 0]):
@@ -69,56 +64,14 @@ def test_two_roots(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_two_roots_that_take_turns(rank: Rank) -> None:
-    """Each of two models may be trained on the other's detached outputs, as in adversarial training."""
-    model, reference = two_roots(rank)
-
-    def first(step: int) -> LossOf:
-        return lambda m, r: m(batch(r, step, 4, 6)).square().mean()
-
-    def second(step: int) -> LossOf:
-        return lambda m, r: m[1](m[0](batch(r, step, 4, 6)).detach()).square().mean()
-
-    def only_first(step: int) -> LossOf:
-        return lambda m, r: m[0](batch(r, step, 4, 6)).square().mean()
-
-    optimizers = [sgd(m, 0.1) for m in (model, reference)]
-    for step, losses in enumerate([first, second, only_first, second, first]):
-        both_backward(model, reference, rank, losses(step))
-        assert_at_rest(model[1])
-        # Of the first model there was a forward without a backward, if only the second was trained.
-        assert gathered(model[0]) == (["layers.0", "layers.1"] if losses is second else [])
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Trunk(nn.Module):
-    """Its own head on a trunk that others use too."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.trunk(x))
-
-
-def roots_of_a_trunk(rank: Rank) -> tuple[Any, Any]:
+def test_trunk_of_two_roots(rank: Rank) -> None:
+    """A module that two roots contain may be trained through either; taking it in the middle of a step is refused."""
     trunk = build(Mlp, 6, 8, 6)
-    model = nn.ModuleList([Trunk(trunk), Trunk(trunk)])
+    model: Any = nn.ModuleList(nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
     reference = copy.deepcopy(model)
     COMPOSABLE.wrap(trunk, rank)
     for root in model:
         fully_shard(root, mesh=rank.mesh)
-    return model, reference
-
-
-@on_ranks(2)
-def test_trunk_of_two_roots(rank: Rank) -> None:
-    """A module that two roots contain may be trained through either; taking it in the middle of a step is refused."""
-    model, reference = roots_of_a_trunk(rank)
     which = [0, 1, 1, 0, 1]
 
     def loss_at(step: int) -> LossOf:
@@ -126,44 +79,13 @@ def test_trunk_of_two_roots(rank: Rank) -> None:
 
     assert_trains_alike(model, reference, rank, loss_at, steps=4)
     x = batch(rank.rank, 0, 4, 6)
-    handle = model[0].head.register_forward_pre_hook(lambda *_: model[1](x))
-    with pytest.raises(PhaseError, match="Trunk became the root while its units were in the middle of a step"):
+    handle = model[0][1].register_forward_pre_hook(lambda *_: model[1](x))
+    with pytest.raises(PhaseError, match="Sequential became the root while its units were in the middle of a step"):
         model[0](x)
     handle.remove()
     for root in model:
         root(x).sum().backward()
         assert_at_rest(root)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("first", ["part", "root"])
-def test_part_as_a_root_of_its_own(rank: Rank, first: str) -> None:
-    """Its units join the model's when that runs: writes are seen, and gradients that wait are reduced with the rest."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-
-    def of_part(module: Any, number: int) -> torch.Tensor:
-        return module.blocks[1](batch(number, 9, 4, 6)).square().mean()
-
-    if first == "root":
-        assert_trains_alike(model, reference, rank, steps=1)
-    of_part(model, rank.rank)  # its backward never comes
-    with torch.no_grad():
-        for parameter in (*model.blocks[1].parameters(), *reference.blocks[1].parameters()):
-            parameter.mul_(2)
-    model.blocks[1].set_requires_gradient_sync(False)
-    of_part(model, rank.rank).backward()
-    model.set_requires_gradient_sync(True)
-    square_loss(0)(model, rank.rank).backward()
-    for loss in (of_part, square_loss(0)):
-        reference_backward(reference, rank.world_size, loss)
-    assert_same_gradients(model, reference)
-    assert current_runtime(unit_of(model.blocks[1])) is current_runtime(unit_of(model))
-    for module in (model, reference):
-        module.zero_grad()
-    assert_trains_alike(model, reference, rank, steps=1)
-
-
-# ---------------------------------------------------------------- streams, events, embeddings
 
 
 @on_ranks(2)
@@ -197,9 +119,9 @@ class Embedded(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("sync", "tiny"), [(True, 0), (False, 65536), (True, 65536)])
-def test_embeddings_are_not_gathered_in_backward(rank: Rank, sync: bool, tiny: int) -> None:
-    """With ``set_unshard_in_backward(False)`` backward does not gather a unit whose parameters it does not read."""
+@pytest.mark.parametrize("tiny", [0, 65536])
+def test_embeddings_are_not_unsharded_in_backward(rank: Rank, tiny: int) -> None:
+    """With ``set_unshard_in_backward(False)`` backward does not all-gather a unit whose parameters it does not read."""
     with tiny_units(up_to=tiny):
         model, reference = sharded_with_reference(
             COMPOSABLE, rank, build(Embedded), ["words", "places", "layer"], reshard_after_forward=True
@@ -207,20 +129,17 @@ def test_embeddings_are_not_gathered_in_backward(rank: Rank, sync: bool, tiny: i
     model.words.set_unshard_in_backward(False)
     model.places.set_unshard_in_backward(False)
 
-    def losses(step: int) -> LossOf:
-        return lambda m, r: m(tokens(r, step, 9)).square().mean()
+    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+        return module(tokens(number, 0, 9)).square().mean()
 
-    model.set_requires_gradient_sync(sync)
-    for step in range(3):
-        assert gathers(losses(step)(model, rank.rank).backward) == {"layer": 1}
-        reference_backward(reference, rank.world_size, losses(step))
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        assert gathers(loss_of(model, rank.rank).backward) == {"layer": 1}
+        reference_backward(reference, rank.world_size, loss_of)
         assert_at_rest(model)
-    model.synchronize_gradients()
     assert_same_gradients(model, reference)
-    model.zero_grad()
-    model.set_requires_gradient_sync(True)
     model.words.set_unshard_in_backward(True)
-    assert gathers(losses(5)(model, rank.rank).backward) == {"layer": 1, "words": 1}
+    assert gathers(loss_of(model, rank.rank).backward) == {"layer": 1, "words": 1}
 
 
 class Recorded:
@@ -235,7 +154,7 @@ class Recorded:
 
 @on_ranks(1, 2)
 def test_post_optim_event(rank: Rank) -> None:
-    """The first gathers of the next forward, and no others, wait for the event; training is right."""
+    """The first all-gathers of the next forward, and no others, wait for the event; training is right."""
     with tiny_units():
         model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
     optimizers = [sgd(m, 0.1) for m in (model, reference)]
@@ -249,7 +168,7 @@ def test_post_optim_event(rank: Rank) -> None:
         model.set_post_optim_event(event)
         square_loss(step)(model, rank.rank).backward()
         square_loss(step)(model, rank.rank)
-        # The root and what is gathered ahead of its computation; on one rank nothing is gathered.
+        # The root's and the first prefetch; on one rank nothing is all-gathered.
         assert getattr(event, "waits", 2) == 2 or rank.world_size == 1
         model.reshard()
         reference_backward(reference, rank.world_size, square_loss(step))

@@ -24,6 +24,7 @@ from fullshard import (
     replicate,
 )
 from fullshard.comm import record
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 spmd = pytest.importorskip("spmd_types")
@@ -109,8 +110,7 @@ MESHES = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("shape", MESHES)
+@each_value(shape=MESHES, checked=[True, False])
 def test_parity(rank: Rank, shape: str, checked: bool) -> None:
     """Losses, gradients and weights are those of the whole model on all ranks' batch, with types checked or not."""
     names, sizes, dims = MESHES[shape]

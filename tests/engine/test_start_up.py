@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from front_ends import COMPOSABLE, FrontEnd, each_front_end
+from front_ends import FrontEnd, each_front_end
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
-from fullshard.engine.ownership import all_modules, nested_units, unit_of
+from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.layout import FlatLayout, PerParameterLayout
 from fullshard.wrap import ModuleWrapPolicy
@@ -54,10 +54,7 @@ def calls_of(action: Callable[[], object]) -> int:
 def test_equal_blocks_share_what_depends_on_shapes_only(
     rank: Rank, front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several equal blocks one layout is built, and checked, for the buffers and one for the reduction.
-
-    Parameters of one shape have one placement and one DTensor spec.
-    """
+    """Of several equal blocks one layout is built, and checked, for the buffers and one for the reduction."""
     first = stepped(front_end, rank, 2)
     checked = []
     for kind in (PerParameterLayout, FlatLayout):
@@ -79,10 +76,7 @@ def test_equal_blocks_share_what_depends_on_shapes_only(
 @each_front_end
 @on_ranks(2)
 def test_work_is_linear_in_the_number_of_units(rank: Rank, front_end: FrontEnd) -> None:
-    """Twice as many units take at most twice as many calls, in the wrapping and in the first step.
-
-    So nothing walks through the whole model, or lists its parameters, for each unit.
-    """
+    """Twice as many units take at most twice as many calls, in the wrapping and in the first step."""
     policy = ModuleWrapPolicy({nn.Linear})
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -119,29 +113,3 @@ def test_parameters_that_were_cut_apart_stay_apart(rank: Rank) -> None:
     with FSDP.summon_full_params(wrapped):
         for tied, value in zip(model.tied, values, strict=True):
             assert torch.equal(tied.detach(), value.double())
-
-
-def test_all_modules_is_what_modules_yields() -> None:
-    """In the same order, with modules that are registered twice, are shared, or contain an ancestor."""
-    model = net(2)
-    model.again, model.nothing = model.layers[1], None
-    model.layers[0].child = nn.Sequential(model.layers[1], nn.ReLU())
-    model.layers[1].up = model
-    assert all_modules(model) == list(model.modules())
-
-
-@on_ranks(2)
-def test_sharded_parameters_are_those_that_torch_would_make(rank: Rank) -> None:
-    """A sharded parameter is a leaf, an ``nn.Parameter`` and a DTensor on the shard itself, whatever it requires."""
-    model = COMPOSABLE.wrap(net(1), rank)
-    frozen = fully_shard(nn.Linear(2, 2).requires_grad_(False), mesh=rank.mesh)
-    for parameter, managed in (
-        (model.layers[0].weight, unit_of(model.layers[0]).parameters[0]),
-        (frozen.weight, unit_of(frozen).parameters[0]),
-    ):
-        expected = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        assert isinstance(parameter, nn.Parameter) and type(parameter) is type(expected)
-        assert parameter.is_leaf and parameter.grad_fn is None and parameter._base is None
-        assert parameter.requires_grad is managed.requires_grad and parameter._local_tensor is managed.local
-        assert parameter.placements == expected.placements and parameter._spec == expected._spec
-    assert model.layers[0].weight.requires_grad and not frozen.weight.requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,23 +11,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_equal, assert_models_equal
 from front_ends import CLOSE, assert_same_gradients, build
-from fullshard import fully_shard, register_fsdp_forward_method
+from fullshard import fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from models import batch, reference_backward
+from models import batch
 from ranks import Rank, on_ranks
 
 
 class Encoder(nn.Module):
-    """Has a second way to be run, and takes state dicts of itself inside of its forward, if ``taken`` is a list."""
+    """Takes state dicts of itself inside of its forward, if ``taken`` is a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(6, 7),
-            nn.BatchNorm1d(7),
-            nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 6)),
-        )
+        self.up, self.norm = nn.Linear(6, 7), nn.BatchNorm1d(7)
+        self.down = nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 6))
         self.taken: list[dict[str, Any]] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,10 +34,6 @@ class Encoder(nn.Module):
         if self.taken is not None:
             self.taken.append(self.state_dict())
         return self.down(x)
-
-    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        """The inner representation."""
-        return self.up(x) * scale
 
 
 def sharded(rank: Rank, seed: int = 1) -> Any:
@@ -53,13 +45,6 @@ def sharded(rank: Rank, seed: int = 1) -> Any:
 def inputs() -> torch.Tensor:
     """The same on every rank, so that batch statistics equal the plain module's."""
     return batch(0, 0, 8, 6)
-
-
-def step_of_both(model: nn.Module, reference: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    for module, optimizer in zip((model, reference), optimizers, strict=True):
-        optimizer.zero_grad()
-        module(inputs()).square().mean().backward()
-        optimizer.step()
 
 
 def sgd(*models: nn.Module) -> list[torch.optim.Optimizer]:
@@ -77,31 +62,9 @@ def assert_on_live_shards(state: dict[str, Any], model: nn.Module) -> None:
         assert state[fqn].to_local().data_ptr() == live[id(parameter)].data_ptr(), fqn
 
 
-@on_ranks(1, 4)
-def test_keys_and_values(rank: Rank) -> None:
-    """Keys, their order and the gathered values are the plain module's; buffers are plain tensors.
-
-    A state dict is a view: training changes what one taken before shows.
-    """
-    reference, model = build(Encoder, seed=1), sharded(rank)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
-    for fqn, value in reference.state_dict().items():
-        assert isinstance(state[fqn], DTensor) == (fqn in dict(reference.named_parameters()))
-        assert_equal(state[fqn].full_tensor() if isinstance(state[fqn], DTensor) else state[fqn], value, fqn)
-    assert_on_live_shards(state, model)
-    step_of_both(model, reference, sgd(model, reference))
-    assert_on_live_shards(model.state_dict(), model)
-    for fqn, parameter in model.named_parameters():
-        assert_equal(state[fqn].full_tensor(), parameter.full_tensor().detach(), fqn)
-
-
 @on_ranks(2)
 def test_needs_no_communication(rank: Rank) -> None:
-    """At any moment the state dict consists of sharded DTensors and is made without a collective.
-
-    Inside a forward as well; what the forward computes then, and its backward, are right.
-    """
+    """At any moment the state dict consists of sharded DTensors and is made without a collective."""
     model, reference = sharded(rank), build(Encoder, seed=1)
 
     def check() -> None:
@@ -133,11 +96,7 @@ def test_needs_no_communication(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("assign", [False, True])
 def test_loaded_model_trains_on(rank: Rank, assign: bool) -> None:
-    """After a load, by copy or by assignment, the model has the loaded values and trains like the plain one.
-
-    By copy it changes values only: an optimizer built before still trains the model. Full tensors of a plain module,
-    distributed like ours, load as well.
-    """
+    """After a load, by copy or by assignment, the model has the loaded values and trains like the plain one."""
     for when in ("fresh", "after steps", "unsharded"):
         reference, model = build(Encoder, seed=2), sharded(rank, seed=3)
         optimizers = sgd(model, reference)
@@ -147,6 +106,7 @@ def test_loaded_model_trains_on(rank: Rank, assign: bool) -> None:
         elif when == "unsharded":
             model.unshard()
         before = {fqn: (id(p), p.data_ptr()) for fqn, p in model.state_dict().items()}
+        assert list(before) == list(reference.state_dict())
         state = {key: value.clone() for key, value in sharded(rank, seed=2).state_dict().items()}
         if when == "fresh":
             for fqn, value in reference.named_parameters():
@@ -159,28 +119,13 @@ def test_loaded_model_trains_on(rank: Rank, assign: bool) -> None:
             assert [pointer for _, pointer in before.values()] == [p.data_ptr() for p in model.state_dict().values()]
         loaded = list(model.parameters())
         for _ in range(2):
-            step_of_both(model, reference, optimizers)
+            for module, optimizer in zip((model, reference), optimizers, strict=True):
+                optimizer.zero_grad()
+                module(inputs()).square().mean().backward()
+                optimizer.step()
         assert all(new is old for new, old in zip(model.parameters(), loaded, strict=True))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         assert_on_live_shards(model.state_dict(), model)
-
-
-@on_ranks(2)
-def test_arguments_and_errors_of_torch(rank: Rank) -> None:
-    """Keys and shapes that do not fit are reported by their FQNs on every rank; prefixes and users' hooks work."""
-    model = sharded(rank)
-    state = dict(model.state_dict())
-    state["other.weight"] = state.pop("down.0.weight")
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*\"down\.0\.weight\".*Unexpected key.*\"other\.weight\""):
-        model.load_state_dict(state)
-    result = model.load_state_dict(state, strict=False)
-    assert result.missing_keys == ["down.0.weight"] and result.unexpected_keys == ["other.weight"]
-    state["up.weight"] = distribute_tensor(torch.ones(9, 6), rank.mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
-        model.load_state_dict(state, strict=False)
-    model.register_state_dict_post_hook(lambda module, state, prefix, local: state.update(extra=prefix))
-    state = model.state_dict(prefix="model.")
-    assert state["extra"] == "model." and "model.down.1.bias" in state
 
 
 @on_ranks(2)
@@ -194,39 +139,6 @@ def test_model_around_units_that_is_no_unit_itself(rank: Rank) -> None:
     assert isinstance(state["up.weight"], DTensor) and type(state["down.0.weight"]) is torch.Tensor
     other.load_state_dict(state)
     assert_equal(other.up.weight.full_tensor().detach(), model.up.weight.full_tensor().detach(), "up.weight")
-
-
-# ---------------------------------------------------------------- other methods as forwards
-
-
-@on_ranks(1, 4)
-def test_registered_method_gathers_and_reduces_like_forward(rank: Rank) -> None:
-    """A registered method gives the plain module's outputs and gradients, and leaves nothing gathered.
-
-    Registering twice is harmless, other modules of the class are not touched, plain ones are ignored, and a deep copy's
-    method uses the copy's parameters.
-    """
-    reference, model, other, plain = build(Encoder, seed=1), sharded(rank), sharded(rank), Encoder()
-    for module in (model, model, plain):
-        register_fsdp_forward_method(module, "encode")
-    assert type(plain) is Encoder and type(other) is not type(model) and type(model).__name__ == "FSDPEncoder"
-    assert model.encode.__doc__ == reference.encode.__doc__
-    for step in range(2):
-        model.encode(batch(rank.rank, step, 8, 6), scale=2.0).square().mean().backward()
-        reference_backward(
-            reference,
-            rank.world_size,
-            lambda m, r, step=step: m.encode(batch(r, step, 8, 6), scale=2.0).square().mean(),
-        )
-    assert_same_gradients(model, reference)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in copied.parameters():
-            p.zero_()
-        assert not copied.encode(inputs()).any() and model.encode(inputs()).any()
-    with pytest.raises(ValueError, match="expected the name of a method of Encoder, found 'decode'"):
-        register_fsdp_forward_method(model, "decode")
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from compare import assert_equal
-from front_ends import assert_at_rest, assert_same_gradients, gathered
+from front_ends import assert_at_rest, gathered
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, GlooTransport, record
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER
-from models import LossOf, batch, reference_backward, tiny_units
+from models import LossOf, batch, tiny_units
 from ranks import Rank, on_ranks
 
 WIDTH, LIMIT = 64, 1024  # a norm has 512 bytes, a linear layer 16,640
@@ -82,10 +81,7 @@ PATTERNS: dict[str, tuple[str, str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_launches(rank: Rank, pattern: str) -> None:
-    """Tiny units before a large one are all-gathered in its launch, and reduced in their own.
-
-    Neither number nor sizes of messages change, nor bits, only how they are launched.
-    """
+    """Tiny units before a large one are all-gathered in its launch, and reduced in their own."""
     model, alone = (sharded(rank, Chain(pattern), limit=n, reshard_after_forward=True) for n in (LIMIT, 0))
     for step in range(3):
         forward, backward = run_step(model, rank, step)
@@ -119,10 +115,7 @@ def test_long_rows_are_cut(rank: Rank) -> None:
 
 @on_ranks(1, 2)
 def test_size_at_the_limit(rank: Rank) -> None:
-    """A unit is tiny if it has at most as many bytes as the transport says, gathered and in the dtype it travels in.
-
-    On one rank, where nothing travels, none is.
-    """
+    """A unit is tiny if its all-gather makes at most as many bytes as the transport says."""
     for limit, precision, expected in ((512, None, True), (511, None, False), (256, torch.bfloat16, True)):
         with tiny_units(up_to=limit):
             one = fully_shard(nn.LayerNorm(WIDTH), mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(precision))
@@ -132,83 +125,8 @@ def test_size_at_the_limit(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
-def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
-    """A tiny root is all-gathered when it starts, and reduced last of all."""
-    model = Chain("LnLL", scaled=True)
-    reference = copy.deepcopy(model)
-    sharded(rank, model, reshard_after_forward=setting)
-    for step in range(2):
-        forward, backward = run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "all_gather") == "root, 0, 1 2, 3"
-        assert launches(backward, "all_gather") == ("1 0" if setting is None else "")
-        assert launches(backward, "reduce_scatter") == "3, 2, 1, 0, root"
-        assert_same_gradients(model, reference)
-
-
-@on_ranks(4)
-def test_launches_on_two_axes(rank: Rank) -> None:
-    """With replicas the partial results of tiny units' microbatches are added up like others."""
-    model = Chain("nLnnLn")
-    reference = copy.deepcopy(model)
-    sharded(rank, model, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=True)
-    for step in range(2):
-        forward, backward = run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "all_gather") == "0 1, 2 3 4, 5"
-        assert launches(backward, "all_gather") == "5 4, 3 2 1, 0"
-        for kind in ("reduce_scatter", "all_reduce"):
-            assert launches(backward, kind) == "5, 4, 3, 2, 1, 0", kind
-    for step, (sync, reduces) in enumerate([(True, False), (False, True), (True, False), (True, True)]):
-        model.set_requires_gradient_sync(sync)
-        model.set_requires_all_reduce(reduces)
-        run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_dtypes_of_their_own_and_frozen_ones(rank: Rank) -> None:
-    """Tiny units in another precision than their neighbor's share its launch, in their own dtype.
-
-    Frozen ones reduce nothing; unused ones reduce zeros, so that ranks agree, and keep no gradient.
-    """
-    model = Chain("nLnL")
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    with tiny_units(up_to=LIMIT):
-        for index, part in enumerate(model.parts):
-            policy = low if index % 2 else MixedPrecisionPolicy()
-            fully_shard(part, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(model, mesh=rank.mesh)
-    forward, backward = run_step(model, rank)
-    assert launches(forward, "all_gather") == "0 1, 2 3"
-    assert [c.dtype for c in forward] == [torch.float32, torch.bfloat16] * 2
-    assert launches(backward, "reduce_scatter") == "3, 2, 1, 0"
-    assert {c.dtype for c in backward if c.kind == "reduce_scatter"} == {torch.float32}
-
-    model = Chain("nLnLn")
-    model.parts[2].requires_grad_(False)
-    model.run = [0, 1, 2, 3]
-    reference = copy.deepcopy(model)
-    sharded(rank, model)
-    for step in range(2):
-        _, backward = run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(backward, "reduce_scatter") == "3, 1, 0"
-        assert_same_gradients(model, reference)
-        assert_at_rest(model)
-
-
-# ---------------------------------------------------------------- memory
-
-
-@on_ranks(2)
-def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
-    """Beside one large unit that computes and one ahead only the tiny ones on the way to it hold memory.
-
-    No unsharded gradient outlives backward.
-    """
+def test_large_units_are_still_unsharded_two_at_a_time(rank: Rank) -> None:
+    """Beside one large unit that computes and a prefetched one only the tiny ones between them hold memory."""
     model = sharded(rank, Chain("LnLnnLnLL"), reshard_after_forward=True)
     large = {f"parts.{i}" for i, part in enumerate(model.parts) if isinstance(part, nn.Linear)}
     seen: list[set[str]] = []
@@ -238,7 +156,7 @@ def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
     run_step(model, rank)
     assert len(alive) == 2 * len(model.parts) and not any(gradient() is not None for gradient in alive)
     assert most <= 2 * 2  # of two units
-    model.run = [0, 5, 7, 8]  # 2 is gathered ahead in vain
+    model.run = [0, 5, 7, 8]  # 2 is prefetched in vain
     seen.clear()
     run_step(model, rank)
     assert max(len(names & large) for names in seen) == 2

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from packed_tensor import train_both
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchao")
 
-from compare import assert_close, assert_equal
-from front_ends import AFTER_ADAM
+from compare import assert_equal
+from front_ends import COMPOSABLE
 from fullshard import fully_shard
-from fullshard.comm import record
-from models import batch, reference_backward, square_loss
+from models import batch
 from ranks import Rank, on_ranks
 
 BLOCK, SCALER_BLOCK = 32, 2  # smaller than torchao's defaults, so that small weights can be cut
@@ -56,57 +56,25 @@ def float8_model(hidden: int, all_gather: bool = True) -> nn.Module:
     return convert_to_float8_training(model, config=config)
 
 
-def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    for index in (0, 2):
-        fully_shard(model[index], mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def train_both(model: nn.Module, reference: nn.Module, rank: Rank, width: int, after_step: Any = None) -> int:
-    """Two steps of Adam on both, whose losses and trained parameters agree; bytes that were gathered in all."""
-    trained = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
-    optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in trained]
-    with record() as seen:
-        for step in range(2):
-            loss_of = square_loss(step, 16, width)
-            loss = loss_of(model, rank.rank)
-            with torch.no_grad():
-                assert_close(loss.detach(), loss_of(reference, rank.rank), f"loss of step {step}", **AFTER_ADAM)
-            loss.backward()
-            reference_backward(reference, rank.world_size, loss_of)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            if after_step is not None:
-                after_step(model)
-    for ours, theirs in zip([p.full_tensor().detach() for p in trained[0]], trained[1], strict=True):
-        assert_close(ours, theirs.detach(), f"parameter of shape {tuple(theirs.shape)}", **AFTER_ADAM)
-    return sum(c.nbytes for c in seen if c.kind == "all_gather")
-
-
 @on_ranks(2)
 def test_nf4_base_with_adapters(rank: Rank) -> None:
-    """Low-rank adapters on a frozen NF4 base train with the losses of the unsharded model.
-
-    A gather moves NF4's codes and scales. A state dict loads into another model; weights that cannot be cut, and so
-    are refused, are named on every rank.
-    """
+    """Low-rank adapters on a frozen NF4 base train with the losses of the unsharded model."""
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
 
     reference = nf4_model()
     names = ("quantized_scalers", "quantization_factor", "quantized_data")
     packed = sum(getattr(reference[index].weight, name).nbytes for index in (0, 2) for name in names)
     adapters = sum(p.nbytes for p in reference.parameters() if p.requires_grad)
-    model = shard(nf4_model(), rank.mesh, reshard_after_forward=True)
-    gathered = train_both(model, reference, rank, 64)
+    model = COMPOSABLE.wrap(nf4_model(), rank, ["0", "2"], reshard_after_forward=True)
+    received = train_both(model, reference, rank, 16, 64)
     expected = 2 * 2 * (packed + adapters) // 2  # two steps, forward and backward, from the other rank
-    assert packed < 4 * 2 * 64 * 128 / 5 and expected <= gathered <= 1.05 * expected  # alignment
+    assert packed < 4 * 2 * 64 * 128 / 5 and expected <= received <= 1.05 * expected  # alignment
     for index in (0, 2):
         weight = model[index].weight
         assert isinstance(weight, DTensor) and isinstance(weight.to_local(), NF4Tensor)
         assert not weight.requires_grad and weight.grad is None
     model[0].weight._local_tensor.quantization_factor.mul_(1.5)
-    other, x = shard(nf4_model(), rank.mesh), batch(rank.rank, 0, 4, 64)
+    other, x = COMPOSABLE.wrap(nf4_model(), rank, ["0", "2"]), batch(rank.rank, 0, 4, 64)
     other.load_state_dict(model.state_dict())
     assert_equal(other(x), model(x), "output")
     with pytest.raises((TypeError, ValueError), match=r"(?s)0\.weight.*65"):
@@ -116,24 +84,20 @@ def test_nf4_base_with_adapters(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("precomputed", "reshard", "rows"), [(False, True, 64), (True, False, 64), (False, None, 33)])
 def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard: Any, rows: int) -> None:
-    """Float8 all-gathers leave the losses of the unsharded model, with scales computed ahead or in the gather.
-
-    Rows that the ranks do not divide train as well (where torch's version ends the process). A gather moves one byte
-    per element of the weights.
-    """
+    """Float8 all-gathers leave the losses of the unsharded model, with scales computed ahead or in the gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    model = shard(float8_model(rows), rank.mesh, reshard_after_forward=reshard)
+    model = COMPOSABLE.wrap(float8_model(rows), rank, ["0", "2"], reshard_after_forward=reshard)
     after_step = precompute_float8_dynamic_scale_for_fsdp if precomputed else None
-    gathered = train_both(model, float8_model(rows, all_gather=False), rank, 32, after_step)
+    received = train_both(model, float8_model(rows, all_gather=False), rank, 16, 32, after_step=after_step)
     for index in (0, 2):
         local = model[index].weight.to_local()
         assert isinstance(local, WeightWithDynamicFloat8CastTensor)
         assert (model[index].weight._local_tensor._precomputed_scale is not None) == precomputed
     if reshard:
         expected = 2 * 2 * (2 * 32 * rows + 4 * rows) / 2
-        assert expected <= gathered <= 1.05 * expected + 1024
+        assert expected <= received <= 1.05 * expected + 1024
 
 
 @on_ranks(2)
