@@ -28,7 +28,6 @@ def torchs(name: str = "") -> Any:
 
 
 def a_model() -> nn.Sequential:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
@@ -94,10 +93,7 @@ def test_installing_more_than_once(rank: Rank):
     assert torchs().fully_shard is theirs
 
 
-def client_module(name: str) -> types.ModuleType:
-    """A program that has taken names at its import."""
-    module = types.ModuleType(name)
-    source = """
+PROGRAM = """
 import torch.distributed.fsdp as whole
 from torch.distributed.fsdp import FSDPModule, fully_shard as shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -110,19 +106,26 @@ def late():
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     return FSDP
 """
-    sys.modules[name] = module
-    exec(compile(source, name, "exec"), module.__dict__)
-    return module
+# A program that imports from fullshard keeps that: only what it has asked torch's names for is torch's again.
+FRANK = """
+from fullshard import fully_shard, replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as theirs
+from torch.distributed.fsdp import FSDPModule as Kind
+"""
 
 
 @on_ranks(2)
 def test_before_and_after_programs_are_imported(rank: Rank):
-    """Both kinds train on fullshard, and hold torch's names again afterwards."""
-    early = client_module("early_program")
-    theirs = early.FSDPModule, early.shard, early.ModuleWrapPolicy
+    """Both kinds of programs train on fullshard, and hold torch's names, but no others, again afterwards."""
+    programs = {name: types.ModuleType(name) for name in ("early_program", "late_program", "frank_program")}
+    early, late, frank = programs.values()
+    sys.modules.update(programs)
     try:
+        exec(PROGRAM, vars(early))
+        theirs = early.FSDPModule, early.shard, early.ModuleWrapPolicy
         with dropin.install(quiet=True):
-            late = client_module("late_program")
+            exec(PROGRAM, vars(late))
+            exec(FRANK, vars(frank))
             for program in (early, late):
                 assert program.shard is fullshard.fully_shard and program.whole.fully_shard is fullshard.fully_shard
                 assert program.late() is fullshard.FullyShardedDataParallel
@@ -131,26 +134,13 @@ def test_before_and_after_programs_are_imported(rank: Rank):
                 assert isinstance(model, fullshard.FSDPModule) and isinstance(model, program.FSDPModule)
         for program in (early, late):
             assert (program.FSDPModule, program.shard, program.ModuleWrapPolicy) == theirs
+        assert frank.fully_shard is fullshard.fully_shard
+        assert frank.Kind is torchs().FSDPModule is not fullshard.FSDPModule
+        assert frank.replicate is fullshard.replicate is not frank.theirs
         model(torch.ones(2, 6)).sum().backward()  # stays fullshard's
     finally:
-        del sys.modules["early_program"], sys.modules["late_program"]
-
-
-@on_ranks(1)
-def test_a_program_that_imports_from_fullshard_keeps_that(rank: Rank):
-    """Only what a module has asked torch's names for is torch's again."""
-    module = types.ModuleType("frank_program")
-    sys.modules["frank_program"] = module
-    try:
-        with dropin.install(quiet=True):
-            exec("from fullshard import fully_shard, replicate", module.__dict__)
-            exec("from torch.distributed._composable.replicate_with_fsdp import replicate as theirs", module.__dict__)
-            exec("from torch.distributed.fsdp import FSDPModule as Kind", module.__dict__)
-        assert module.fully_shard is fullshard.fully_shard
-        assert module.Kind is torchs().FSDPModule is not fullshard.FSDPModule
-        assert module.replicate is fullshard.replicate is not module.theirs
-    finally:
-        del sys.modules["frank_program"]
+        for name in programs:
+            del sys.modules[name]
 
 
 @on_ranks(1)
@@ -193,10 +183,7 @@ def test_what_there_is_not_raises_when_touched(rank: Rank):
 
 @on_ranks(1)
 def test_patched_and_deleted_names(rank: Rank):
-    """unittest.mock on a replaced name, as programs' tests do it, is seen and undone.
-
-    What programs have taken off, or left in torch's modules, does not stop uninstalling.
-    """
+    """Patches of replaced names are seen and undone; what programs have deleted does not stop uninstalling."""
     with dropin.install(quiet=True):
         with mock.patch("torch.distributed.fsdp.fully_shard", new="patched"):
             assert torchs().fully_shard == "patched"
@@ -234,10 +221,7 @@ def test_torchs_own_modules_are_bound_anew(rank: Rank):
 
 @on_ranks(2)
 def test_models_and_values_of_torchs_engine(rank: Rank):
-    """A model sharded by it is refused by both front ends, with the module's name; its policies are named as such.
-
-    Installing warns where there is such a model, with what was found and what to do; not when there is none.
-    """
+    """A model that it has sharded, and its policies, are refused by name; installing warns where there is one."""
     mesh = init_device_mesh("cpu", (2,))
     model = a_model()
     torchs().fully_shard(model[0], mesh=mesh)

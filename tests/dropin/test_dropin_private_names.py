@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,6 @@ from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import dropin, fully_shard
 from ranks import Rank, on_ranks
-
-
-def private(place: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"torch.distributed.fsdp.{place}"), name)
 
 
 def blocks(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -70,15 +65,15 @@ def test_flat_parameters_can_be_cast(rank: Rank, use_orig_params: bool):
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 @on_ranks(2)
 def test_views_of_a_wrapper(rank: Rank, use_orig_params: bool):
-    """What there is: dtype, names, this rank's pieces; nothing on a wrapper without parameters of its own."""
+    """What there is: dtype, names, this rank's shards; nothing on a wrapper without parameters of its own."""
     with dropin.install(quiet=True):
         model = wrapped(torch.float32, use_orig_params)
         outer, inner = FSDP.fsdp_modules(model)
         assert outer._has_params and outer._handle._orig_param_dtype is torch.float32
         assert list(inner._flat_param._fqns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
         if use_orig_params:
-            pieces = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
-            assert_equal(inner._flat_param.data, pieces, "pieces")
+            shards = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
+            assert_equal(inner._flat_param.data, shards, "shards")
         else:
             assert isinstance(inner._flat_param, fullshard.FlatParameter)
         empty = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
@@ -136,7 +131,7 @@ def test_states(rank: Rank):
 def test_mesh_infos(rank: Rank):
     """As ShardPlacementResult takes them."""
     with dropin.install(quiet=True):
-        info_of = private("_fully_shard._fsdp_init", "_get_mesh_info")
+        info_of = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")._get_mesh_info
         flat, hybrid = rank.make_mesh(4), rank.make_mesh(2, 2, names=("replicate", "shard"))
         assert type(info_of(flat)) is fullshard.FSDPMeshInfo and info_of(flat).mesh is flat
         both = info_of(hybrid)

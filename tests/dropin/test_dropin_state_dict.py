@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 import fullshard
 from compare import assert_close, assert_equal
-from front_ends import adam, build
+from front_ends import CLOSE, adam, build, full
 from fullshard import dropin
 from fullshard.frontend import arguments
 from models import Frozen, Stack
@@ -38,7 +37,6 @@ from ranks import Rank, RankPool, on_ranks
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/checkpoint_state_dict.py"
 SHARDED = ["flat", "orig", "rows"]
 WHOLE = StateDictOptions(full_state_dict=True)
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BATCH = 4  # samples of all ranks together, in every world
 
 
@@ -70,11 +68,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int, rank:
         optimizer.zero_grad()
 
 
-def trained(rank: Rank, kind: str, *steps: int, seed: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = wrapped(rank, kind, build(Frozen, 2, seed=seed))
+def with_optimizer(rank: Rank, model: nn.Module, *steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model and its optimizer, after some steps."""
     optimizer = adam(model.parameters())
     train(model, optimizer, *steps, rank=rank)
     return model, optimizer
+
+
+def trained(rank: Rank, kind: str, *steps: int, seed: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return with_optimizer(rank, wrapped(rank, kind, build(Frozen, 2, seed=seed)), *steps)
 
 
 def reference(*steps: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -89,15 +91,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
 
-def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], **options: Any) -> None:
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], **options)
+def load(each: tuple[nn.Module, torch.optim.Optimizer], folder: Path) -> None:
+    """Read a checkpoint into a model and its optimizer."""
+    state = state_of(*each)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(*each, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
 def assert_model(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        found = actual[name]
-        assert_close(found.full_tensor() if isinstance(found, DTensor) else found, value, name, **CLOSE)
+        assert_close(full(actual[name]), value, name, **CLOSE)
 
 
 def assert_optimizer(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -120,17 +124,13 @@ def assert_same(model: nn.Module, optimizer: torch.optim.Optimizer, expected: An
 @on_ranks(2)
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_full_state_offloaded(rank: Rank, orig: bool) -> None:
-    """FULL_STATE_DICT with offload_to_cpu has the values of a model that was told no device and took rank 0's.
-
-    Every moment of Adam arrives under its own name; torch's engine gives exp_avg the values of exp_avg_sq.
-    """
+    """FULL_STATE_DICT with offload_to_cpu has rank 0's values, and every moment of Adam under its own name."""
     with dropin.install(quiet=True):
         fsdp = torchs()
         whole = fsdp.FullyShardedDataParallel
         kind = "orig" if orig else "flat"
-        model = wrapped(rank, kind, build(Frozen, 2, seed=4 + rank.rank), sync_module_states=True)
-        optimizer = adam(model.parameters())
-        train(model, optimizer, 0, 1, rank=rank)
+        unsynchronized = build(Frozen, 2, seed=4 + rank.rank)
+        model, optimizer = with_optimizer(rank, wrapped(rank, kind, unsynchronized, sync_module_states=True), 0, 1)
         with whole.summon_full_params(model, offload_to_cpu=True):
             found = {name: value.detach().clone() for name, value in model.named_parameters()}
         states = []
@@ -162,17 +162,12 @@ def test_a_rank_without_a_shard_loads(rank: Rank, kind: str, tmp_path: Path) -> 
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = build(Stack, 0, seed=seed)
         model.first, model.last = nn.Linear(6, 1), nn.Linear(1, 1)
-        model = wrapped(rank, kind, model)
-        optimizer = adam(model.parameters())
-        train(model, optimizer, 0, rank=rank)
-        return model, optimizer
+        return with_optimizer(rank, wrapped(rank, kind, model), 0)
 
     with dropin.install(quiet=True):
         saved, old = made(1), made(2)
         dcp.save(state_of(*saved), checkpoint_id=tmp_path)
-        state = state_of(*old)
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_state(*old, state)
+        load(old, tmp_path)
         expected, found = (get_state_dict(*each, options=WHOLE) for each in (saved, old))
     assert_equal(found[0], expected[0], "model")
     assert_equal(found[1]["state"], expected[1]["state"], "optimizer")
@@ -189,9 +184,7 @@ def test_cpu_offload_without_accelerator(rank: Rank, kind: str) -> None:
         options: dict[str, Any] = {"cpu_offload": fsdp.CPUOffload(offload_params=True)}
         if kind == "rows":
             options = {"offload_policy": fsdp.CPUOffloadPolicy()}
-        model = wrapped(rank, kind, build(Frozen, 2), **options)
-        optimizer = adam(model.parameters())
-        train(model, optimizer, 0, 1, rank=rank)
+        model, optimizer = with_optimizer(rank, wrapped(rank, kind, build(Frozen, 2), **options), 0, 1)
         assert_same(model, optimizer, reference(0, 1), options=WHOLE)
     assert len([w for w in caught if "not pinned" in str(w.message)]) == 1, [str(w.message) for w in caught]
 
@@ -230,16 +223,14 @@ def test_async_save(rank: Rank, kind: str, tmp_path: Path) -> None:
         train(model, optimizer, 2, 3, rank=rank)
         response.result()
         other = trained(rank, kind, seed=3)
-        state = state_of(*other)
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_state(*other, state)
+        load(other, tmp_path)
         assert_same(*other, reference(0, 1))
 
 
 @on_ranks(2)
 def test_models_of_both_engines_afterwards(rank: Rank, tmp_path: Path) -> None:
-    """After uninstall, the functions work on models of torch's FSDP again, whose files fullshard's models read; on
-    wrappers of fullshard once they are told of these.
+    """After uninstall, torch's functions work on its own models, whose files fullshard's models read, and on
+    fullshard's wrappers where enabled.
     """
     expected = reference(0, 1)
     with dropin.install(quiet=True):
@@ -250,9 +241,8 @@ def test_models_of_both_engines_afterwards(rank: Rank, tmp_path: Path) -> None:
     theirs = {"rows": rows, "wrapper": wrapper}
     kinds = fullshard.FSDPModule | fullshard.FullyShardedDataParallel
     assert not any(isinstance(model, kinds) for model in theirs.values())
-    for kind, model in theirs.items():
-        optimizer = adam(model.parameters())
-        train(model, optimizer, 0, 1, rank=rank)
+    for kind, each in theirs.items():
+        model, optimizer = with_optimizer(rank, each, 0, 1)
         dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / kind)
         assert_same(model, optimizer, expected, options=WHOLE)
     with pytest.raises(fullshard.FullshardError, match="enable_torch_state_dict_functions"):
@@ -260,9 +250,7 @@ def test_models_of_both_engines_afterwards(rank: Rank, tmp_path: Path) -> None:
     with dropin.enable_torch_state_dict_functions():
         for number, each in enumerate(ours.values()):
             train(*each, 2, rank=rank)
-            state = state_of(*each)
-            dcp.load(state, checkpoint_id=tmp_path / list(theirs)[number % 2])
-            set_state(*each, state)
+            load(each, tmp_path / list(theirs)[number % 2])
             assert_same(*each, expected, options=WHOLE)
 
 

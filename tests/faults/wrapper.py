@@ -75,7 +75,7 @@ FAULTS = [
         "copy=not live",
         "copy=False",
         "Training changes the buffers of a state dict that was saved before.",
-        ("wrapper/test_state_dict.py", "wrapper/test_state_dict_sharded.py"),
+        ("wrapper/test_state_dict.py",),
     ),
     Fault(
         "wrapper/state_dict/registered.py",
@@ -96,7 +96,7 @@ FAULTS = [
         "return 0 if mesh is None else int(mesh.mesh.flatten()[0])",
         "return 0",
         "A model on the second half of the ranks has nobody to save its optimizer with rank0_only.",
-        ("wrapper/test_optim_state_names.py",),
+        ("wrapper/test_optim_state.py",),
     ),
     Fault(
         "frontend/sharded_module.py",

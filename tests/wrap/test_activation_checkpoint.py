@@ -49,10 +49,7 @@ def test_between_steps(rank: Rank) -> None:
 
 
 def test_everything_but_the_root_and_containers() -> None:
-    """By default every module below the root is wrapped, but lists stay lists.
-
-    Keys of state dicts carry no prefix, either way.
-    """
+    """By default every module below the root is wrapped, but lists stay lists; keys of state dicts have no prefix."""
     model, reference = build(Stack), build(Stack)
     apply_activation_checkpointing(model)
     assert type(model) is Stack and type(model.blocks) is nn.ModuleList
@@ -71,8 +68,12 @@ def test_everything_but_the_root_and_containers() -> None:
 
 
 def test_policies() -> None:
-    """Any policy chooses what to wrap, with its own arguments; it takes precedence over check_fn."""
+    """Any policy chooses what to wrap, with arguments, before check_fn; what is none is refused, and wraps nothing."""
     model = build(Stack)
+    for wrong in (3, "blocks", ModuleWrapPolicy):
+        with pytest.raises(ValueError, match="auto_wrap_policy: expected a Policy"):
+            apply_activation_checkpointing(model, auto_wrap_policy=wrong)  # type: ignore[arg-type]
+    assert not any(isinstance(m, ActivationWrapper) for m in model.modules())
     reentrant = {"checkpoint_impl": CheckpointImpl.REENTRANT}
     policy = CustomPolicy(lambda m: reentrant if m is model.blocks[1] else is_block(m))
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear), auto_wrap_policy=policy)
@@ -84,14 +85,3 @@ def test_policies() -> None:
     apply_activation_checkpointing(model, auto_wrap_policy=by_size)
     assert [type(block) for block in model.blocks] == [CheckpointWrapper] * 3
     assert [type(block.up) for block in model.blocks] == [nn.Linear] * 3
-
-
-def test_no_policy() -> None:
-    """If what should be a policy is none, the model is as it was."""
-    model = build(Stack)
-    blocks = list(model.blocks)
-    for policy in (3, "blocks", ModuleWrapPolicy):
-        with pytest.raises(ValueError, match="auto_wrap_policy: expected a Policy"):
-            apply_activation_checkpointing(model, auto_wrap_policy=policy)  # type: ignore[arg-type]
-    assert list(model.blocks) == blocks
-    assert not any(isinstance(m, ActivationWrapper) for m in model.modules())

@@ -73,16 +73,6 @@ def t5() -> nn.Module:
     return make("T5", shared=shared, **halves, lm_head=nn.Linear(8, 99, bias=False))
 
 
-def vit() -> nn.Module:
-    blocks = nn.Sequential(*layers(4))
-    return make("ViT", patch=nn.Conv2d(3, 8, 2), blocks=blocks, norm=nn.LayerNorm(8), head=nn.Linear(8, 5))
-
-
-def moe(first: nn.Module) -> list[nn.Module]:
-    """Layers that look alike but for the first, with lists of experts."""
-    return [first, *(layer(mlp=make("Moe", experts=layers(8, name="Mlp"))) for _ in range(1))]
-
-
 def swin() -> nn.Module:
     stages = [
         make("Stage", blocks=[layer(width, "SwinBlock") for _ in range(depth)], downsample=nn.Linear(width, 2 * width))
@@ -115,12 +105,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         t5,
         ["shared", *named("encoder.block", 2), *named("decoder.block", 2), "decoder.final_layer_norm + lm_head"],
     ),
-    "vit": (vit, named("blocks", 4)),
     "experts": (
         lambda: llama([layer(mlp=make("Moe", experts=layers(8, name="Mlp"))) for _ in range(3)]),
         named("model.layers", 3),
     ),
-    "one dense layer": (lambda: llama(moe(layer(name="Layer"))), named("model.layers", 2)),
+    "one dense layer": (
+        lambda: llama([layer(), layer(mlp=make("Moe", experts=layers(8, name="Mlp")))]),
+        named("model.layers", 2),
+    ),
     "one layer": (lambda: make("Model", layers=layers(1), head=nn.Linear(8, 5)), ["layers.0"]),
     "stages": (
         swin,
@@ -237,13 +229,9 @@ def test_changed_plans() -> None:
     assert [entry.name for entry in changed.entries] == ["model.layers.0", "model.layers.1", "model.norm + lm_head"]
     assert [entry.kwargs["reshard_after_forward"] for entry in changed.entries] == [False, True, True]
     assert changed.owners()[""] == [("model.embed_tokens.weight",)] and "reshard_after_forward=False" in str(changed)
-    tied = plan_for({(model.model.embed_tokens, model.lm_head): {}, model.model: {}}, _tie(model))
-    assert tied.owners()["model.embed_tokens + lm_head"] == [("model.embed_tokens.weight", "lm_head.weight")]
-
-
-def _tie(model: nn.Module) -> nn.Module:
     model.lm_head.weight = model.model.embed_tokens.weight
-    return model
+    tied = plan_for({(model.model.embed_tokens, model.lm_head): {}, model.model: {}}, model)
+    assert tied.owners()["model.embed_tokens + lm_head"] == [("model.embed_tokens.weight", "lm_head.weight")]
 
 
 def test_wrong_plans() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from torch import nn
 
 from fullshard import FullshardError, MixedPrecisionPolicy
-from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, WrapPlan, plan_for
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, WrapPlan, enable_wrap, plan_for, wrap
+from models import Block, Language
 
 
 class Node(nn.Module):
@@ -120,14 +122,14 @@ def test_apply_wraps_children_first(case: Case) -> None:
     plan, before = case.plan(), slots(case.root)
     done: dict[nn.Module, Wrapper] = {}
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
+    def record(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert module not in done
         below = {entry.target for entry in plan.entries} & set(originals(module)) - {module}
         assert below <= done.keys()
         done[module] = Wrapper(module)
         return done[module]
 
-    plan.apply(wrap)
+    plan.apply(record)
     assert list(done) == [entry.target for entry in plan.entries] == list(plan.modules)
     after = {(id(holder), name): child for holder in originals(case.root) for name, child in holder._modules.items()}
     assert after == {slot: done.get(child, child) for slot, child in before.items()}
@@ -142,35 +144,13 @@ def slots(root: nn.Module) -> dict[tuple[int, str], nn.Module | None]:
     return {(id(holder), name): child for holder in root.modules() for name, child in holder._modules.items()}
 
 
-class Block(nn.Module):
-    """A linear layer and a norm."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(dim, dim), nn.LayerNorm(dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
-
-
-class Language(nn.Module):
-    """An embedding tied to the head, and blocks."""
-
-    def __init__(self, dim: int = 8, vocabulary: int = 100, depth: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
-        self.head = nn.Linear(dim, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_cycles_of_modules() -> None:
     """A cycle is gone round once; a parameter inside one that is entered from two units is the root's."""
     model: Any = nn.Sequential(Block(2), nn.Linear(2, 2))
     model[0].parent = model
-    plan = plan_for(ModuleWrapPolicy({Block, nn.Linear, nn.LayerNorm}), model)
-    assert [entry.name for entry in plan.entries] == ["0.linear", "0.norm", "0", "1"]
-    assert plan.owners()["0.norm"] == [("0.norm.weight",), ("0.norm.bias",)]
+    plan = plan_for(ModuleWrapPolicy({Block, nn.Linear}), model)
+    assert [entry.name for entry in plan.entries] == ["0.up", "0.down", "0", "1"]
+    assert plan.owners()["0.down"] == [("0.down.weight",), ("0.down.bias",)]
     assert plan.owners()[""] == []
     one, other = Block(2), Block(2)
     one.other, other.one = other, one
@@ -181,62 +161,59 @@ def test_cycles_of_modules() -> None:
 
 
 def test_apply_refuses() -> None:
-    """A module that has gone meanwhile, and a front end that returns nothing, are errors; nothing is wrapped then.
-
-    What a front end does to its arguments does not show in the plan.
-    """
+    """A module that has gone meanwhile, and a front end that returns nothing, are errors; nothing is wrapped then."""
     model = Language()
-    with pytest.raises(TypeError, match=r"'blocks\.0\.linear', found a NoneType"):
+    with pytest.raises(TypeError, match=r"'blocks\.0\.up', found a NoneType"):
         plan_for(ModuleWrapPolicy({nn.Linear}), model).apply(lambda *_: None)  # type: ignore[arg-type,return-value]
-    assert type(model.blocks[0].linear) is nn.Linear
+    assert type(model.blocks[0].up) is nn.Linear
     plan = plan_for(ModuleWrapPolicy({Block}), model, root_kwargs={"a": 1})
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
+    def record(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert kwargs.pop("a") == 1
         return module
 
-    plan.apply(wrap)
+    plan.apply(record)
     assert all(entry.kwargs == {"a": 1} for entry in plan.entries)
-    model.blocks[2] = nn.Identity()
-    with pytest.raises(FullshardError, match=r"'blocks\.2' \(Block\)"):
+    model.blocks[1] = nn.Identity()
+    with pytest.raises(FullshardError, match=r"'blocks\.1' \(Block\)"):
         plan.apply(lambda module, kwargs, owned_by_ancestor: Wrapper(module))
     assert type(model.blocks[0]) is Block
 
 
 def test_a_plan_keeps_no_parameter_alive() -> None:
-    """A plan may outlive the full parameters."""
+    """A plan may outlive the parameters."""
     model = Language()
     plan = plan_for(ModuleWrapPolicy({nn.Embedding, nn.Linear}), model)
-    old = weakref.ref(model.embed.weight)
-    model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(1))
+    old = weakref.ref(model.embedding.weight)
+    model.embedding.weight = model.head.weight = nn.Parameter(torch.zeros(1))
     gc.collect()
     assert old() is None
     assert plan.entries[0].left_out == set()
-    assert "embed.weight = head.weight" in str(plan)
+    assert "embedding.weight = head.weight" in str(plan)
 
 
 EXPLAINED = """\
-unit             class      elements  unsharded  notes
-embed            Embedding         0        0 B  without embed.weight, shared: see (root); holds no parameters
-blocks.0         Block            88      176 B  all frozen
-blocks.1.linear  Linear           72      288 B  mp_policy=None; reshard_after_forward=False
-blocks.1         Block             8       16 B  1 ignored
-blocks.2         Block            88      176 B  mixed, frozen: blocks.2.norm.bias; mixed dtypes: float32, float64
-(root)           Language        800    1.6 KiB  tied: embed.weight = head.weight
-total                          1,056    2.2 KiB  6 units, the largest 1.6 KiB"""
+unit         class      elements  unsharded  notes
+embedding    Embedding         0        0 B  without embedding.weight, shared: see (root); holds no parameters
+blocks.0     Block           280      560 B  all frozen
+blocks.1.up  Linear          144      576 B  mp_policy=None; reshard_after_forward=False
+blocks.1     Block             8       16 B  1 ignored
+blocks.2     Block           280      560 B  mixed, frozen: blocks.2.down.bias; mixed dtypes: float32, float64
+(root)       Language        816    1.6 KiB  tied: embedding.weight = head.weight
+total                      1,528    3.3 KiB  6 units, the largest 1.6 KiB"""
 
 
 def test_explain() -> None:
-    """The table names every unit with its size in the dtype it is gathered in, and what is special about it."""
-    model = Language()
+    """The table names every unit with its size in the dtype of its all-gather, and what is special about it."""
+    model = Language(100, 8, 3)
     model.blocks[0].requires_grad_(False)
-    model.blocks[2].norm.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64), requires_grad=False)
+    model.blocks[2].down.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64), requires_grad=False)
     own = {"reshard_after_forward": False, "mp_policy": None}
-    answers = {model.blocks[1].linear: own, model.embed: True} | dict.fromkeys(model.blocks, True)
+    answers = {model.blocks[1].up: own, model.embedding: True} | dict.fromkeys(model.blocks, True)
     plan = plan_for(
         CustomPolicy(lambda module: answers.get(module, False)),
         model,
-        ignored_params=[model.blocks[1].norm.weight],
+        ignored_params=[model.blocks[1].down.weight],
         root_kwargs={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "mesh": object()},
     )
     assert plan.explain() == str(plan) == EXPLAINED
@@ -251,16 +228,52 @@ def test_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain_is_short() -> None:
-    """Long lists of names and long arguments are cut; integers are gathered as they are."""
-    model = Language(depth=8)
-    model.embed.weight.requires_grad_(False)
+    """Long lists of names and long arguments are cut; integers keep their dtype."""
+    model = Language(100, 8, 8)
+    model.embedding.weight.requires_grad_(False)
     for block in model.blocks:
-        block.norm.weight.requires_grad_(False)
+        block.up.weight.requires_grad_(False)
     model.register_parameter("table", nn.Parameter(torch.zeros(1 << 20, dtype=torch.uint8), requires_grad=False))
     precision = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "tags": ["tag"] * 99}
     text = plan_for(CustomPolicy(lambda module: False), model, root_kwargs=precision).explain()
     (root,) = [line for line in text.splitlines() if line.startswith("(root)")]
-    assert "mixed, frozen: table, embed.weight, blocks.0.norm.weight, blocks.1.norm.weight and 6 more" in root
+    assert "mixed, frozen: table, embedding.weight, blocks.0.up.weight, blocks.1.up.weight and 6 more" in root
     assert "1.0 MiB" in root and "tags" not in root
     text = plan_for(CustomPolicy(lambda m: {"tags": ["tag"] * 99} if m is model.head else False), model).explain()
     assert "tags=['tag', 'tag', 'tag', 'tag', 'tag', 'tag', ...]" in text
+
+
+# -------------------------------------------------------------------- wrapping in the model's own code
+
+
+def test_wrap_inside_of_enable_wrap() -> None:
+    """Inside the block modules are wrapped, with overrides; outside, and in other threads, they are left alone."""
+    layer, found = nn.Linear(1, 1), []
+    assert wrap(layer, a=1) is layer
+    with enable_wrap(wrapper_cls=Wrapper, a=1, b=2):
+        wrapped, changed = wrap(layer), wrap(layer, b=3, c=4)
+        thread = threading.Thread(target=lambda: found.append(wrap(layer)))
+        thread.start()
+        thread.join()
+    assert type(wrapped) is Wrapper and wrapped.module is layer and wrapped.kwargs == {"a": 1, "b": 2}
+    assert changed.kwargs == {"a": 1, "b": 3, "c": 4}
+    assert wrap(layer) is layer and found == [layer]
+
+
+def test_errors_of_enable_wrap() -> None:
+    """A block inside a block, and what cannot be called, are refused; after an exception nothing is wrapped."""
+    layer = nn.Linear(1, 1)
+    with enable_wrap(wrapper_cls=Wrapper, a=1):
+        with pytest.raises(NotImplementedError, match="enable_wrap"):
+            with enable_wrap(wrapper_cls=Wrapper):
+                pass
+        assert wrap(layer).kwargs == {"a": 1}
+    with pytest.raises(TypeError, match="wrapper_cls"):
+        with enable_wrap(wrapper_cls=None):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(KeyError):
+        with enable_wrap(wrapper_cls=Wrapper):
+            raise KeyError
+    assert wrap(layer) is layer
+    with enable_wrap(wrapper_cls=lambda module: module):
+        assert wrap(layer) is layer

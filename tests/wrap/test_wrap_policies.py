@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -26,26 +27,21 @@ from fullshard.wrap import (
 )
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """Two layers: 6 + 6 elements."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+        super().__init__(OrderedDict(up=nn.Linear(2, 2), down=nn.Linear(2, 2)))
 
 
 class WideBlock(Block):
     """A subclass."""
 
 
-class Model(nn.Module):
+def model_of_blocks() -> Any:
     """An embedding of 20 elements, 12 in each of two blocks, a norm of 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 2)
-        self.blocks = nn.ModuleList([Block(), WideBlock()])
-        self.norm = nn.LayerNorm(2)
+    blocks = nn.ModuleList([Block(), WideBlock()])
+    return nn.Sequential(OrderedDict(embed=nn.Embedding(10, 2), blocks=blocks, norm=nn.LayerNorm(2)))
 
 
 def names(plan: WrapPlan) -> list[str]:
@@ -89,7 +85,7 @@ ALL = [
 )
 def test_choice(policy: Any, expected: list[str]) -> None:
     """Each policy wraps what it says, children before parents, and never the root."""
-    model = Model()
+    model = model_of_blocks()
     plan = plan_for(policy, model)
     assert names(plan) == expected
     modules = dict(model.named_modules())
@@ -99,7 +95,7 @@ def test_choice(policy: Any, expected: list[str]) -> None:
 
 def test_kwargs_of_each_module() -> None:
     """True: a shallow copy of the root's arguments. A dict: these override them. False and {}: not wrapped."""
-    model, shared = Model(), {"deep": 1}
+    model, shared = model_of_blocks(), {"deep": 1}
     answers = {id(model.embed): True, id(model.norm): {"a": 5, "c": 6}, id(model.blocks): {}}
     root = {"a": 1, "b": shared}
     plan = plan_for(CustomPolicy(lambda m: answers.get(id(m), False)), model, root_kwargs=root)
@@ -114,7 +110,7 @@ def test_kwargs_of_each_module() -> None:
 
 def test_wrong_input() -> None:
     """What is neither a bool nor a dict, no policy, no class or of the wrong type is refused, and named."""
-    model = Model()
+    model = model_of_blocks()
     for answer in (None, 1, "yes", [], torch.tensor(True)):
         policy = CustomPolicy(lambda m, answer=answer: answer if m is model.blocks[1].up else False)  # type: ignore[misc]
         with pytest.raises(ValueError, match=r"'blocks\.1\.up' \(Linear\), found ") as raised:
@@ -153,7 +149,7 @@ def test_own_policy() -> None:
         def _run_policy(self, root_module: nn.Module, ignored_modules: Any, root_kwargs: Any) -> Any:
             return {nn.Linear(2, 2): {}}
 
-    model = Model()
+    model = model_of_blocks()
     assert plan_for(First(), model).modules == {model.embed: {"own": 1}}
     assert plan_for(First(), model, ignored_modules=[model.embed]).modules == {}
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
@@ -218,7 +214,7 @@ def test_size_classes() -> None:
 @pytest.mark.parametrize("policy", [ModuleWrapPolicy({nn.Module}), always_wrap_policy, CustomPolicy(lambda m: True)])
 def test_ignored_and_sharded_modules(policy: Any) -> None:
     """Neither these nor what is below them is wrapped, nor asked about."""
-    model = Model()
+    model = model_of_blocks()
     left = [name for name in ALL if not name.startswith("blocks.1")]
     assert names(plan_for(policy, model, ignored_modules=(m for m in [model.blocks[1]]))) == left
     with mock.patch("fullshard.wrap.tree.unit_of", lambda m: m if m is model.blocks[1] else None):
@@ -231,11 +227,11 @@ def test_ignored_and_sharded_modules(policy: Any) -> None:
 
 def test_shared_module() -> None:
     """A module registered twice is asked about and wrapped once; ignored ones are not asked about."""
-    model = Model()
+    model = model_of_blocks()
     model.blocks[1].up = model.blocks[0].up
     assert names(plan_for(always_wrap_policy, model)) == [name for name in ALL if name != "blocks.1.up"]
     assert names(plan_for(by_size(6), model)) == ["embed", "blocks.0.up", "blocks.0.down", "blocks.1.down"]
-    model, asked = Model(), []
+    model, asked = model_of_blocks(), []
     model.again = model.norm
     plan_for(CustomPolicy(lambda m: asked.append(m) or False), model, ignored_modules=[model.blocks])
     assert asked == [model.embed, model.norm]

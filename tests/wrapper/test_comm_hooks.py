@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -41,36 +42,23 @@ from ranks import Rank, on_ranks
 MEAN = GradScaling(1.0, 2.0)  # of two ranks
 
 
-class Recorder:
-    """A hook that notes what it got, does nothing, and is not a function."""
-
-    seen: list[tuple[object, list[int], list[torch.dtype]]]
+class Mean:
+    """A hook that reduces by itself, of either kind, and notes what it was called with; it is not a function."""
 
     def __init__(self) -> None:
-        self.seen = []
-
-    def __call__(self, state: object, *tensors: torch.Tensor) -> None:
-        self.seen.append((state, [t.numel() for t in tensors], [t.dtype for t in tensors]))
-
-
-class Mean(Recorder):
-    """A hook that reduces by itself, of either kind, and notes what it was called with."""
+        self.seen: list[tuple[object, list[int], set[torch.dtype]]] = []
 
     def __call__(self, state: object, *tensors: torch.Tensor) -> None:
         assert all(t.dim() == 1 and t.is_contiguous() for t in tensors)
-        super().__call__(state, *tensors)
-        whole = tensors[0].float()
-        dist.all_reduce(whole)
-        whole /= dist.get_world_size()
-        mine = whole if len(tensors) == 1 else whole.chunk(dist.get_world_size())[dist.get_rank()]
+        self.seen.append((state, [t.numel() for t in tensors], {t.dtype for t in tensors}))
+        mean = tensors[0].float()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        mine = mean if len(tensors) == 1 else mean.chunk(dist.get_world_size())[dist.get_rank()]
         tensors[-1].copy_(mine)
 
 
 # -------------------------------------------------------------------- the transport
-
-
-def hooked(rank: Rank, hook: Any, state: Any = None) -> HookedTransport:
-    return HookedTransport(make_transport(rank.group, rank.device), state, hook)
 
 
 def numbers(rank: Rank, numel: int) -> Operand:
@@ -85,85 +73,57 @@ def sums(rank: Rank, numel: int) -> torch.Tensor:
     return torch.arange(rank.world_size * numel, dtype=torch.float32).chunk(rank.world_size)[rank.rank] * total
 
 
-def wait(works: Any) -> None:
-    for work in works:
-        work.wait()
-
-
 @on_ranks(2)
 def test_reduce_scatter(rank: Rank) -> None:
-    """The hook gets the first operand of each request, in order; the others are summed and divided underneath.
-
-    Requests without operands, and empty gradients, are not the hook's business, nor are gathers.
-    """
-    hook, state = Recorder(), object()
-    transport = hooked(rank, hook, state)
+    """The hook gets the first operand of each request that is not empty; the others are reduced underneath."""
+    seen: list[Any] = []
+    transport = HookedTransport(make_transport(rank.group, rank.device), "mine", lambda *each: seen.append(each))
     requests = [
         CommRequest("a", [numbers(rank, 5), numbers(rank, 2), numbers(rank, 70_000)], MEAN),
         CommRequest("b", [numbers(rank, 3)]),
-        CommRequest("c", [numbers(rank, 70_000), numbers(rank, 1)], GradScaling(2.0, 1.0)),
+        CommRequest("c", []),
+        CommRequest("d", [numbers(rank, 0), numbers(rank, 2)], GradScaling(2.0, 1.0)),
     ]
     with record() as collectives:
-        wait(transport.reduce_scatter(requests))
-    assert hook.seen == [(state, [numel * 2, numel], [torch.float32] * 2) for numel in (5, 3, 70_000)]
-    for request in requests:
-        first, *others = request.operands
+        for work in transport.reduce_scatter(requests):
+            work.wait()
+    firsts = [request.operands[0] for request in requests[:2]]
+    assert [each[0] for each in seen] == ["mine"] * 2
+    assert [[t.data_ptr() for t in each[1:]] for each in seen] == [
+        [first.unsharded.data_ptr(), first.shard.data_ptr()] for first in firsts
+    ]
+    for first in firsts:
         assert_equal(first.shard, torch.full_like(first.shard, -1.0), "untouched, as is the hook's region")
         assert_equal(first.unsharded, numbers(rank, first.shard.numel()).unsharded, "not divided")
-        for operand in others:
-            assert_equal(operand.shard, sums(rank, operand.shard.numel()) / 2, "others")
+    for operand in (*requests[0].operands[1:], requests[3].operands[1]):
+        assert_equal(operand.shard, sums(rank, operand.shard.numel()) / 2, "others")
     assert [(c.kind, c.unit, c.numel) for c in collectives] == [
         ("reduce_scatter", request.unit, operand.unsharded.numel())
         for request in requests
         for operand in request.operands
     ]
-    hook.seen, other, gathered = [], numbers(rank, 2), torch.zeros(6)
-    wait(transport.reduce_scatter([]))
-    wait(transport.reduce_scatter([CommRequest("a", []), CommRequest("b", [numbers(rank, 0), other])]))
-    wait(transport.all_gather([CommRequest("a", [Operand(torch.full((3,), float(rank.rank)), gathered)])]))
-    assert not hook.seen
-    assert_equal(other.shard, sums(rank, 2), "what came with an empty one")
-    assert_equal(gathered, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
 
 
 @on_ranks(2)
-def test_wrong_results(rank: Rank) -> None:
-    """A result of another dtype or size, and a hook that cannot be called, are refused with all that is known."""
+def test_hook_that_raises_on_one_rank(rank: Rank) -> None:
+    """The user's exception comes out, on this rank only; all other messages have arrived, and the group goes on."""
 
-    def forgets(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
-        piece.data = piece.data.half()
-
-    def cuts(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
-        piece.data = piece.data[:2]
-
-    with pytest.raises(TypeError, match=r"forgets: expected .* 4 elements of .*32 for unit 'a', found 4 of .*16"):
-        hooked(rank, forgets).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
-    with pytest.raises(TypeError, match=r"cuts: expected .*, found 2 of"):
-        hooked(rank, cuts).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
-    with pytest.raises(TypeError, match=r"communication hook: expected a function hook.*found str"):
-        hooked(rank, "allreduce")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", [0, 1])
-def test_raising_hook(rank: Rank, where: int) -> None:
-    """The user's exception comes out, on this rank only if it raised there only; all other messages have landed."""
-
-    def hook(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
-        if rank.rank == where and piece.numel() == 3:
+    def hook(state: object, grad: torch.Tensor, shard: torch.Tensor) -> None:
+        if rank.rank == 1 and shard.numel() == 3:
             raise ZeroDivisionError("of the user")
 
+    transport = make_transport(rank.group, rank.device)
+    with pytest.raises(TypeError, match=r"communication hook: expected a function hook.*found str"):
+        HookedTransport(transport, None, "allreduce")  # type: ignore[arg-type]
     requests = [CommRequest("a", [numbers(rank, 3), numbers(rank, 2)]), CommRequest("b", [numbers(rank, 70_000)] * 2)]
-    transport = hooked(rank, hook)
-    if rank.rank == where:
-        with pytest.raises(ZeroDivisionError, match="of the user"):
-            transport.reduce_scatter(requests)
-    else:
-        wait(transport.reduce_scatter(requests))
+    with pytest.raises(ZeroDivisionError, match="of the user") if rank.rank == 1 else contextlib.nullcontext():
+        for work in HookedTransport(transport, None, hook).reduce_scatter(requests):
+            work.wait()
     for request in requests:
-        assert_equal(request.operands[1].shard, sums(rank, request.operands[1].shard.numel()), "landed")
+        assert_equal(request.operands[1].shard, sums(rank, request.operands[1].shard.numel()), "arrived")
     after = numbers(rank, 3)
-    wait(make_transport(rank.group, rank.device).reduce_scatter([CommRequest("c", [after])]))
+    for work in transport.reduce_scatter([CommRequest("c", [after])]):
+        work.wait()
     assert_equal(after.shard, sums(rank, 3), "the group goes on")
 
 
@@ -173,17 +133,14 @@ def test_raising_hook(rank: Rank, where: int) -> None:
 def sizes(model: nn.Module, world_size: int) -> list[list[int]]:
     """What the hook is called with, in the order of backward."""
     units = list(reversed(nested_units(model)))
-    pieces = [bucket.layout.slice_numel for unit in units for bucket in unit.buckets]  # type: ignore[attr-defined]
-    return [[n * world_size, n] if world_size else [n] for n in pieces]
+    slices = [bucket.layout.slice_numel for unit in units for bucket in unit.buckets]  # type: ignore[attr-defined]
+    return [[n * world_size, n] if world_size else [n] for n in slices]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("strategy", "orig"), [(FULL, False), (GRAD_OP, True), (NO_SHARD, True), (NO_SHARD, False)])
 def test_hook_in_place_of_the_reduction(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Called once per unit and backward, with the padded gradient and this rank's part; without sharding, with one.
-
-    Not for microbatches without synchronization.
-    """
+    """It is called once per unit and synchronized backward, with the padded gradient and this rank's shard, if any."""
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     hook, state = Mean(), object()
     model.register_comm_hook(state, hook)
@@ -195,14 +152,14 @@ def test_hook_in_place_of_the_reduction(rank: Rank, strategy: ShardingStrategy, 
     check_gradients(model, reference)
     expected = sizes(model, 0 if strategy is NO_SHARD else rank.world_size)
     assert sorted(numels for _, numels, _ in hook.seen) == sorted(expected)
-    assert all(given is state and set(dtypes) == {torch.float32} for given, _, dtypes in hook.seen)
+    assert all(given is state and dtypes == {torch.float32} for given, _, dtypes in hook.seen)
     check_steps(rank, model, reference, steps=2)
     assert len(hook.seen) == 9
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("strategy", "compress"), [(FULL, "none"), (NO_SHARD, "none"), (FULL, "fp16"), (NO_SHARD, "bf16"), (FULL, "bf16")]
+    ("strategy", "compress"), [(FULL, "none"), (NO_SHARD, "none"), (FULL, "fp16"), (NO_SHARD, "bf16")]
 )
 def test_hooks_of_the_library(rank: Rank, strategy: ShardingStrategy, compress: str) -> None:
     """The library's hooks, which are PyTorch's own, average in the dtype that they say, also after the first steps."""
@@ -225,61 +182,57 @@ def test_hooks_of_the_library(rank: Rank, strategy: ShardingStrategy, compress: 
     assert all(hasattr(default_hooks, name) for name in comm_hooks.__all__)
 
 
-class Narrow(nn.Sequential):
-    """Runs in double precision, and looks as if it did not."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.double()).float()
-
-
 @on_ranks(2)
 @both_forms
 def test_dtypes_and_missing_gradients(rank: Rank, orig: bool) -> None:
-    """The hook gets gradients in the reduce dtype; what it leaves comes out in the shards' dtype.
-
-    Parameters of two dtypes are two calls. Which parameters have gradients is still agreed on.
-    """
+    """The hook gets gradients in the reduce dtype, once per dtype of a unit, and leaves them in the shards' dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         precision = MixedPrecision(torch.bfloat16, dtype)
         model, _ = wrapped(rank, use_orig_params=orig, mixed_precision=precision)
         hook = Mean()
         model.register_comm_hook(None, hook)
         backward(rank, model)
-        assert {d for _, _, dtypes in hook.seen for d in dtypes} == {dtype}
+        assert all(dtypes == {dtype} for _, _, dtypes in hook.seen)
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    inner = nn.Sequential(nn.Linear(DIM, DIM), Narrow(nn.Linear(DIM, DIM).double()))
+    inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM).double())
+    inner[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
     inner.spare = nn.Parameter(torch.ones(7))
     outer, hook = FSDP(inner, use_orig_params=orig), Mean()
     outer.register_comm_hook(None, hook)
     outer(torch.ones(1, DIM)).sum().backward()
-    assert sorted(str(dtypes[0]) for _, _, dtypes in hook.seen) == ["torch.float32", "torch.float64"]
+    assert sorted(str(*dtypes) for _, _, dtypes in hook.seen) == ["torch.float32", "torch.float64"]
     assert not orig or (inner.spare.grad is None and inner[0].weight.grad is not None)
 
 
 @on_ranks(2)
 def test_hook_that_fails(rank: Rank) -> None:
-    """The hook's error comes out of backward, and a later step without failure is right."""
+    """The hook's error, or that its result has another dtype or size, comes out of backward; the next step is right."""
     model, reference = wrapped(rank)
-    mean, broken = Mean(), [True]
+    mean, broken = Mean(), ["raises", "casts", "cuts"]
 
-    def hook(state: object, *tensors: torch.Tensor) -> None:
-        if broken[0]:
+    def hook(state: object, grad: torch.Tensor, shard: torch.Tensor) -> None:
+        if broken[:1] == ["raises"]:
             raise KeyError("mine")
-        mean(state, *tensors)
+        mean(state, grad, shard)
+        if broken:
+            shard.data = shard.data.half() if broken[0] == "casts" else shard.data[:2]
 
     model.register_comm_hook(None, hook)
-    with pytest.raises(KeyError, match="mine"):
-        backward(rank, model)
-    broken[0] = False
-    check_steps(rank, model, reference, steps=2)
+    for kind, words in (
+        (KeyError, "mine"),
+        (TypeError, r"hook: expected .* \d+ elements of .*32 for unit '.*', found \d+ of .*16"),
+        (TypeError, "hook: expected .*, found 2 of"),
+    ):
+        with pytest.raises(kind, match=words):
+            backward(rank, model)
+        model.zero_grad()
+        broken.pop(0)
+    check_steps(rank, model, reference)
 
 
 @on_ranks(2)
 def test_hooks_that_are_refused(rank: Rank) -> None:
-    """What cannot be called, a second one, on a part of a model, and around ``fully_shard``.
-
-    The model trains afterwards; a hook can be registered.
-    """
+    """What cannot be called, a second one, on a part of a model or around ``fully_shard``; the model trains on."""
     model, reference = wrapped(rank)
     for hook in (None, "mean", 3):
         with pytest.raises(ValueError, match="expected a function"):

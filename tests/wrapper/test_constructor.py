@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from wrapped import (
     Block,
     Net,
     Snapshot,
+    Tied,
     backward,
     built,
     check_steps,
@@ -43,6 +45,7 @@ from fullshard.comm import record
 from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
+    Policy,
     always_wrap_policy,
     enable_wrap,
     size_based_auto_wrap_policy,
@@ -55,35 +58,21 @@ NAMES = ("replicate", "shard")
 
 
 def test_signature() -> None:
-    """Arguments have the names, order and defaults that programs rely on."""
-    parameters = list(inspect.signature(FSDP).parameters.values())
-    assert {p.name: p.default for p in parameters[1:]} == {
-        "process_group": None,
-        "sharding_strategy": None,
-        "cpu_offload": None,
-        "auto_wrap_policy": None,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-        "mixed_precision": None,
-        "ignored_modules": None,
-        "param_init_fn": None,
-        "device_id": None,
-        "sync_module_states": False,
-        "forward_prefetch": False,
-        "limit_all_gathers": True,
-        "use_orig_params": False,
-        "ignored_states": None,
-        "device_mesh": None,
-    }
-    names = "module process_group sharding_strategy cpu_offload auto_wrap_policy backward_prefetch mixed_precision"
-    assert [p.name for p in parameters][:7] == names.split()
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    """Arguments have the names, order and defaults of torch's wrapper."""
+    theirs = inspect.signature(importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel)
+
+    def facts(signature: inspect.Signature) -> list[Any]:
+        parameters = signature.parameters.values()
+        return [(p.name, p.kind, getattr(p.default, "name", p.default)) for p in parameters]
+
+    assert facts(inspect.signature(FSDP)) == facts(theirs)
 
 
 # -------------------------------------------------------------------- groups and meshes
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("given", ["nothing", "group", "mesh", "groups", "groups that are no rows", "unnamed mesh"])
+@pytest.mark.parametrize("given", ["group", "groups", "groups that are no rows", "unnamed mesh"])
 def test_where_parameters_are_sharded(rank: Rank, given: str) -> None:
     """On all ranks, a group or a mesh; hybrid strategies on a mesh, or groups (shard, replicate) of whatever ranks."""
     grid = rank.make_mesh(2, 2, names=NAMES)
@@ -94,9 +83,7 @@ def test_where_parameters_are_sharded(rank: Rank, given: str) -> None:
     else:
         shard, replicate = grid.get_group(1), grid.get_group(0)
     arguments, shards, place = {
-        "nothing": ({}, 4, rank.rank),
         "group": ({"process_group": rank.group}, 4, rank.rank),
-        "mesh": ({"device_mesh": rank.mesh}, 4, rank.rank),
         "groups": ({"process_group": (shard, replicate), **hybrid}, 2, rank.rank % 2),
         "groups that are no rows": ({"process_group": (shard, replicate), **hybrid}, 2, rank.rank // 2),
         "unnamed mesh": ({"device_mesh": rank.make_mesh(2, 2), **hybrid}, 2, rank.rank % 2),
@@ -112,10 +99,7 @@ def test_where_parameters_are_sharded(rank: Rank, given: str) -> None:
 
 @on_ranks(4)
 def test_hybrid_over_machines(rank: Rank) -> None:
-    """Without groups, hybrid strategies shard over the ranks of a machine, as torchrun tells.
-
-    Where machines cannot be told apart, the error says what to pass.
-    """
+    """Without groups, hybrid strategies shard over a machine's ranks, if torchrun tells which, or say what to pass."""
     for machine, shards in (("2", 2), ("4", 4), ("1", 1), (None, 4), ("3", None)):
         model = built()
         before = Snapshot.of(model)
@@ -135,11 +119,8 @@ def test_hybrid_over_machines(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_what_a_wrapper_says(rank: Rank) -> None:
-    """Programs read from an instance what was asked for. The device to compute on may be said, or found out.
-
-    Gradients of the unsharded module are gone on all ranks: they are no mean, and not in pieces.
-    """
+def test_attributes_of_an_instance(rank: Rank) -> None:
+    """Programs read from it what was asked for; gradients of the unsharded module are dropped on all ranks."""
     precision = MixedPrecision(param_dtype=BF16)
     for device in (rank.device, None):
         model = built()
@@ -155,12 +136,21 @@ def test_what_a_wrapper_says(rank: Rank) -> None:
 # -------------------------------------------------------------------- which modules become units
 
 
+class Tagged(FSDP):
+    """A subclass with an argument of its own."""
+
+    def __init__(self, module: nn.Module, tag: str, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.tag = tag
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.tag == "outer"
+        return super().forward(*args, **kwargs)
+
+
 @on_ranks(2)
 def test_policies(rank: Rank) -> None:
-    """Modules that a policy chooses become units; the policies themselves are tested in tests/wrap.
-
-    What was wrapped by hand is left alone, with all below it, as are units of ``fully_shard``.
-    """
+    """What a policy chooses becomes a unit, containers too; what was sharded by hand is left alone."""
     assert units_of(FSDP(built(), auto_wrap_policy=ModuleWrapPolicy(()))) == [""]
     for policy in (
         functools.partial(size_based_auto_wrap_policy, min_num_params=80),  # a block has 100
@@ -171,31 +161,33 @@ def test_policies(rank: Rank) -> None:
     reference = copy.deepcopy(model)
     by_hand = model.blocks[1] = FSDP(model.blocks[1], sharding_strategy=GRAD_OP, use_orig_params=True)
     fully_shard(model.blocks[2], mesh=rank.mesh)
-    wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}))
-    assert units_of(wrapped) == ["", "first", "blocks.0", "blocks.0.up", "blocks.0.down", "blocks.1", "last"]
+    wrapped = Tagged(model, "outer", auto_wrap_policy=always_wrap_policy)
+    assert units_of(wrapped) == [
+        *("", "first", "blocks", "blocks.0", "blocks.0.up", "blocks.0.down", "blocks.1", "last")
+    ]
     assert wrapped.blocks[1] is by_hand and by_hand.sharding_strategy is GRAD_OP
+    assert wrapped.blocks[0].up.weight is not None and isinstance(wrapped.blocks, FSDP)
     check_steps(rank, wrapped, reference)
 
 
 @on_ranks(2)
-def test_every_module(rank: Rank) -> None:
-    """Everything wrapped, containers too, which are still read as before; by a subclass with arguments of its own."""
+def test_enable_wrap(rank: Rank) -> None:
+    """Modules wrapped with ``wrap`` in the model's own code, with overrides, train as unsharded."""
 
-    class Tagged(FSDP):
-        def __init__(self, module: nn.Module, tag: str, **options: Any) -> None:
-            super().__init__(module, **options)
-            self.tag = tag
+    def annotated() -> Net:
+        model = built()
+        for index in range(2):
+            model.blocks[index] = wrap(model.blocks[index], sharding_strategy=NO_SHARD)
+        model.last = wrap(model.last)
+        return model
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            assert self.tag == "outer"
-            return super().forward(*args, **kwargs)
-
-    model = built()
-    reference = copy.deepcopy(model)
-    wrapped = Tagged(model, "outer", auto_wrap_policy=always_wrap_policy)
-    assert sorted(units_of(wrapped)) == sorted(name for name, _ in reference.named_modules())
-    assert wrapped.blocks[1].up.weight is not None and isinstance(wrapped.blocks, FSDP)
-    check_steps(rank, wrapped, reference)
+    reference = annotated()
+    assert units_of(reference) == []
+    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True):
+        model = wrap(annotated())
+    assert units_of(model) == ["", "blocks.0", "blocks.1", "last"]
+    assert [u.sharding_strategy for u in FSDP.fsdp_modules(model)] == [FULL, NO_SHARD, NO_SHARD, FULL]
+    check_steps(rank, model, reference)
 
 
 @on_ranks(2)
@@ -227,25 +219,6 @@ def test_arguments_per_module(rank: Rank) -> None:
     dtypes = {unit: {c.dtype for c in seen if c.unit == unit} for unit in ("blocks.0", "blocks.1", "last")}
     assert dtypes == {"blocks.0": {F32}, "blocks.1": {BF16}, "last": {BF16}}
     assert len({c.kind for c in seen if c.unit == "blocks.0"}) == 1  # an all-reduce, or a reduction to it
-
-
-@on_ranks(2)
-def test_enable_wrap(rank: Rank) -> None:
-    """Wrapping annotated in the model's own code, with overrides."""
-
-    class Annotated(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(*(wrap(Block(), sharding_strategy=NO_SHARD) for _ in range(2)))
-            self.last = wrap(self.last)
-
-    reference = built(Annotated)
-    assert units_of(reference) == []
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True):
-        model = wrap(built(Annotated))
-    assert units_of(model) == ["", "blocks.0", "blocks.1", "last"]
-    assert [u.sharding_strategy for u in FSDP.fsdp_modules(model)] == [FULL, NO_SHARD, NO_SHARD, FULL]
-    check_steps(rank, model, reference)
 
 
 @on_ranks(2)
@@ -357,3 +330,73 @@ def test_wrong_fields(made: Any, arguments: dict[str, Any], kind: type[Exception
     """Fields of MixedPrecision and CPUOffload are checked when it is made."""
     with pytest.raises(kind, match=match):
         made(**arguments)
+
+
+# -------------------------------------------------------------------- plans that cannot be made
+
+
+class Planned(Policy):
+    """A plan of the test: an exception, or arguments by module."""
+
+    def __init__(self, plan: Exception | dict[nn.Module, Any]) -> None:
+        self.plan = plan
+
+    def _run_policy(self, root_module: nn.Module, ignored_modules: Any, root_kwargs: Any) -> Any:
+        if isinstance(self.plan, Exception):
+            raise self.plan
+        return self.plan
+
+
+def divide(module: nn.Module) -> bool:
+    return 1 / 0 > 0
+
+
+# Policies, or the arguments that one chooses for a block; the error, and what it says.
+BAD_PLANS: list[tuple[Any, Any, str]] = [
+    ({"reshard_after_forward": True}, ValueError, "blocks.1.*reshard_after_forward"),
+    ({"sharding_strategy": "FULL_SHARD"}, TypeError, "sharding_strategy"),
+    ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
+    ({"use_orig_params": None}, ValueError, "use_orig_params"),
+    ({"sharding_strategy": HYBRID[0], "process_group": "world"}, ValueError, "HYBRID_SHARD"),
+    ({"param_init_fn": 3}, ValueError, "param_init_fn"),
+    ({"module": 3}, (TypeError, ValueError), "module"),
+    ({"auto_wrap_policy": BLOCKS}, ValueError, "auto_wrap_policy"),
+    ({"ignored_modules": []}, ValueError, "ignored_modules"),
+    (Planned(OSError("no plan")), OSError, "no plan"),
+    (Planned({nn.Linear(2, 2): {}}), ValueError, "not a submodule of the root"),
+    (CustomPolicy(lambda module: "yes"), ValueError, "True, False or a dict"),  # type: ignore[arg-type,return-value]
+    (CustomPolicy(divide), ZeroDivisionError, "zero"),
+    (lambda module: True, TypeError, "recurse"),
+    (lambda module, recurse, nonwrapped_numel: recurse or divide(module), ZeroDivisionError, "zero"),
+]
+
+
+@on_ranks(2)
+def test_plans_that_cannot_be_made(rank: Rank) -> None:
+    """Whatever a policy does wrong shows before anything is wrapped; the error is the same on all ranks."""
+    model = built(Tied)
+    before = Snapshot.of(model)
+    for bad, kind, match in BAD_PLANS:
+        one = model.blocks[1]
+        policy = CustomPolicy(lambda m, one=one, bad=bad: bad if m is one else isinstance(m, Block))
+        with pytest.raises(kind, match=match) as caught:
+            FSDP(model, auto_wrap_policy=policy if isinstance(bad, dict) else bad)
+        raised_everywhere(rank, caught.value)
+        before.assert_unchanged(model)
+
+
+def test_snapshot_sees_changes() -> None:
+    """What the tests of failing wraps rely on."""
+    model = built()
+    Snapshot.of(model).assert_unchanged(model)
+    for change in (
+        lambda: model.first.weight.data.add_(1),
+        lambda: setattr(model.last, "bias", nn.Parameter(model.last.bias.detach().clone())),
+        lambda: model.blocks.append(Block()),
+        lambda: model.first.requires_grad_(False),
+        lambda: model.first.__dict__.update(extra=1),
+    ):
+        before = Snapshot.of(model)
+        change()
+        with pytest.raises(AssertionError):
+            before.assert_unchanged(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from wrapped import local_part
 
 from compare import assert_equal
 from front_ends import FRONT_ENDS, STRATEGIES, FrontEnd, assert_same_values, build, sharded_with_reference
@@ -103,10 +103,7 @@ def test_unscaled_gradients(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_ranks_without_gradients(rank: Rank) -> None:
-    """A rank without any gradient takes part: it steps, or skips, with the others.
-
-    If no rank has a gradient the step fails as that of the base class does, on all ranks.
-    """
+    """A rank without gradients steps, or skips, with the others; if none has any, all fail as the base class does."""
     for bad, scale in ((1.0, 8.0), (INF, 4.0)):
         scaler = make_scaler()
         weight = parameter(*([bad] if rank.rank == 0 else []))
@@ -142,10 +139,7 @@ def test_sparse_gradients(rank: Rank, dtype: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_several_optimizers(rank: Rank) -> None:
-    """Each optimizer skips for its own gradients only; any of them makes the scale back off. One collective each.
-
-    However many gradients and dtypes there are, and whoever has them. A disabled scaler communicates nothing.
-    """
+    """Each optimizer skips for its own gradients only, with one collective; a disabled scaler has none."""
     scaler, calls, usual = make_scaler(), [], dist.all_reduce
     bad, good = parameter(INF if rank.rank == 0 else 8.0), parameter(8.0)
     more = [parameter(8.0, dtype=dtype) for dtype in (torch.float64, torch.float16)][rank.rank :]
@@ -176,19 +170,15 @@ def test_process_group(rank: Rank) -> None:
 
 
 def test_no_process_group() -> None:
-    """Without a process group the first use says what to do; the constructor does not mind."""
+    """Without a process group the first use says what to do; what is no group is refused by the constructor."""
     assert not dist.is_initialized()
     scaler = make_scaler()
     optimizer = scaled(scaler, [parameter(8.0)])
     with pytest.raises(FullshardError, match="init_process_group"):
         scaler.unscale_(optimizer)
-
-
-@pytest.mark.parametrize("wrong", ["world", 3, object()])
-def test_wrong_group(wrong: Any) -> None:
-    """What is no group is refused at once."""
-    with pytest.raises(TypeError, match=f"process_group.*{type(wrong).__name__}.*get_group"):
-        ShardedGradScaler("cpu", process_group=wrong)
+    for wrong in ("world", 3, object()):
+        with pytest.raises(TypeError, match=f"process_group.*{type(wrong).__name__}.*get_group"):
+            ShardedGradScaler("cpu", process_group=wrong)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -215,7 +205,3 @@ def test_models_train_as_unsharded(rank: Rank, front_end: FrontEnd, strategy: st
             own.update()
         assert scaler.get_scale() == plain.get_scale() == [8, 16, 8, 8, 16][step]
     assert_same_values(model, reference, rtol=1e-5, atol=1e-6)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

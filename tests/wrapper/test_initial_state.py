@@ -23,12 +23,15 @@ from wrapped import (
     both_forms,
     built,
     check_steps,
+    placed,
 )
 
 from compare import assert_equal
 from fullshard import CPUOffload, FullshardError, ShardingStrategy
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
+from models import Odd
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 BLOCKS_AND_LAYERS = ModuleWrapPolicy({Block, nn.Linear})
@@ -39,36 +42,22 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
         return make()
 
 
-class Scale(nn.Module):
-    """Own parameters and buffers, also ones that are not saved, and a ``reset_parameters`` that fills them."""
-
-    def __init__(self, start: float = 1.0) -> None:
-        super().__init__()
-        self.start = start
-        self.weight = nn.Parameter(torch.full((5, 1), start))
-        self.frozen = nn.Parameter(torch.full((3,), start + 1), requires_grad=False)
-        self.register_buffer("table", torch.arange(5.0))
-        self.register_buffer("hidden", torch.arange(5) + 1, persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, self.start)
-        self.frozen.fill_(self.start + 1)
-        self.table.copy_(torch.arange(5.0))
-        self.hidden.copy_(torch.arange(5) + 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.weight * self.table[:, None] / self.hidden[:, None]).sum() + self.frozen.sum()
-
-
-class Nested(nn.Module):
-    """Scales inside of each other."""
+class Scale(nn.LayerNorm):
+    """With a frozen parameter, and a buffer that is not saved."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.outer, self.inner = Scale(0.5), nn.Sequential(Scale(0.25), nn.Sequential(Scale(0.125)))
+        super().__init__(5)
+        self.bias.requires_grad_(False)
+        self.register_buffer("hidden", torch.arange(5), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.outer(x))
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "hidden"):
+            self.hidden.copy_(torch.arange(5))
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(Scale(), nn.BatchNorm1d(5), nn.Sequential(Scale(), nn.Sequential(Scale())))
 
 
 def fill(module: nn.Module) -> None:
@@ -95,10 +84,11 @@ def filled(module: nn.Module) -> Any:
 )
 def test_reset_parameters(rank: Rank, policy: Any, orig: bool) -> None:
     """Without ``param_init_fn`` each module gets memory and resets itself; buffers that are not saved too."""
-    model, reference = on_meta(Nested), Nested()
+    model, reference = on_meta(nested), nested()
+    first = model[0]
     wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=orig)
     assert_states_equal(wrapped, reference)
-    assert_equal(model.outer.hidden, reference.outer.hidden, "hidden")
+    assert_equal(first.hidden, reference[0].hidden, "hidden")
     with FSDP.summon_full_params(wrapped):
         flags = [p.requires_grad for p in wrapped.parameters()]
     assert flags == [p.requires_grad for p in reference.parameters()]
@@ -107,10 +97,7 @@ def test_reset_parameters(rank: Rank, policy: Any, orig: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("policy", "orig", "offload"), [(None, True, False), (BLOCKS, False, True)])
 def test_param_init_fn(rank: Rank, policy: Any, orig: bool, offload: bool) -> None:
-    """It is called once with each module that has something of its own on the meta device, and with no other.
-
-    What was frozen is frozen afterwards, also if new parameters took its place. By hand, it does the same.
-    """
+    """It is called once with each module that has state of its own on the meta device; what was frozen stays frozen."""
     model, reference = on_meta(Net), filled(Net())
     for each in (model, reference):
         each.first.requires_grad_(False)
@@ -160,8 +147,7 @@ def test_only_what_is_on_meta(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", [None, BLOCKS, BLOCKS_AND_LAYERS])
-@pytest.mark.parametrize("kind", ["raises", "leaves", "no reset"])
+@each_value(policy=[None, BLOCKS, BLOCKS_AND_LAYERS], kind=["raises", "leaves", "no reset"])
 def test_failing_initialization(rank: Rank, kind: str, policy: Any) -> None:
     """An initialization that fails, here in the last unit, says why."""
     model = built()
@@ -203,23 +189,17 @@ def test_failing_on_one_rank(rank: Rank, sync: bool, policy: Any) -> None:
 
 
 class Various(nn.Module):
-    """States of many kinds, also of dtypes that back ends do not know, and views with no memory of their own."""
+    """Parameters of all kinds, and buffers of dtypes that back ends do not know, or without memory of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.tied, self.norm = Net(), Tied(), nn.BatchNorm1d(3)
-        self.low = nn.Parameter(torch.randn(5).bfloat16())
-        self.transposed = nn.Parameter(torch.randn(3, 4).t())
-        self.index = nn.Parameter(torch.randint(100, (7,)).short(), requires_grad=False)
-        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.net, self.tied, self.odd, self.norm = Net(), Tied(), Odd(), nn.BatchNorm1d(3)
+        self.odd.rows = nn.Parameter(torch.randn(4, 5))
         self.register_buffer("mask", torch.rand(9) > 0.5)
         self.register_buffer("columns", torch.randn(4, 3).t())
         self.register_buffer("conjugated", torch.randn(4, dtype=torch.complex64).conj())
         self.register_buffer("expanded", torch.randn(3).expand(4, 3))
         self.register_buffer("quarter", torch.randn(7).to(torch.float8_e4m3fn))
-        self.nothing = nn.Sequential(nn.Identity())
 
 
 def on_all_ranks(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -231,10 +211,7 @@ def on_all_ranks(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ("policy", "strategy", "orig"), [(None, FULL, False), (BLOCKS, NO_SHARD, True), (always_wrap_policy, FULL, True)]
 )
 def test_sync_module_states(rank: Rank, policy: Any, strategy: ShardingStrategy, orig: bool) -> None:
-    """Ranks that were seeded differently start from rank 0's parameters and buffers, of every kind.
-
-    Parameters that units leave to one above them are synchronized too.
-    """
+    """Ranks that were seeded differently start from rank 0's parameters and buffers, of every kind."""
     model, reference = built(Various, seed=rank.rank), built(Various, seed=0)
     arguments: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": orig}
     wrapped = FSDP(model, auto_wrap_policy=policy, sync_module_states=True, **arguments)
@@ -242,13 +219,10 @@ def test_sync_module_states(rank: Rank, policy: Any, strategy: ShardingStrategy,
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("given", ["mesh", "groups"])
-def test_sync_with_replicas(rank: Rank, given: str) -> None:
+def test_sync_with_replicas(rank: Rank) -> None:
     """With replicas, too, all ranks get the values of the very first one, nothing of those between."""
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    where: Any = {"device_mesh": mesh} if given == "mesh" else {"process_group": (mesh.get_group(1), mesh.get_group(0))}
     model, reference = built(seed=rank.rank), built(seed=0)
-    wrapped = FSDP(model, sharding_strategy=HYBRID[0], auto_wrap_policy=BLOCKS, sync_module_states=True, **where)
+    wrapped = FSDP(model, auto_wrap_policy=BLOCKS, sync_module_states=True, **placed(rank, HYBRID[0]))
     assert_states_equal(wrapped, reference)
     check_steps(rank, wrapped, reference)
 

@@ -44,10 +44,7 @@ def fill(module: nn.Module) -> None:
 @on_ranks(2)
 @each_value(strategy=PLAIN, orig=[False, True])
 def test_apply(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Functions see full parameters of every module once, and what they write is kept.
-
-    With equal seeds, random initialization gives what it gives before wrapping; also from a module above.
-    """
+    """Functions see unsharded parameters of every module once, and write what they would have before wrapping."""
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     seen: list[nn.Module] = []
     for module in (model, reference):
@@ -87,9 +84,7 @@ def test_apply_that_fails(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("inner_first", [True, False])
 def test_roots(rank: Rank, inner_first: bool) -> None:
-    """All wrappers in order, or those that no other contains. Whoever is asked first, before or after a step, or was
-    used alone: the answer is about the modules, and asking changes nothing.
-    """
+    """Which wrappers are roots follows from the modules, whoever is asked first, before or after a step."""
     model, reference = wrapped(rank)
     blocks = list(model.module.blocks)
     wrappers = [*blocks, model] if inner_first else [model, *blocks]
@@ -147,10 +142,7 @@ def test_module_and_forwarding(rank: Rank) -> None:
 @on_ranks(2)
 @both_forms
 def test_names(rank: Rank, orig: bool) -> None:
-    """Outside, names show the wrappers; inside of summon they are those of before, with prefixes and options.
-
-    Also without those of checkpoint wrappers, in either order of wrapping.
-    """
+    """Outside, names show the wrappers; inside of summon they are those of before, with prefixes and options."""
     model, reference = wrapped(rank, use_orig_params=orig)
     outside = [name for name, _ in model.named_parameters()]
     wrap = "_fsdp_wrapped_module."

@@ -1,22 +1,24 @@
-"""Optimizer state of wrapped models: every form equals the unwrapped optimizer's, and every model loads every form."""
+"""Optimizer state of wrapped models: by names, as of an unwrapped one, in every form; and what does not fit."""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from wrapped import assert_states_close, both_forms, built
+from wrapped import assert_states_close, built, whole
 
 from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
-from checkpoint.optimizers import OPTIMIZERS, held_by, joined, map_leaves, trained
+from checkpoint.optimizers import OPTIMIZERS, held_by, joined, trained
 from compare import assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
@@ -24,40 +26,74 @@ from fullshard.checkpoint.state.optimizer.state import optimizer_state
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
+    OptimStateKeyType,
     StateDictType,
 )
+from fullshard.engine.parameters.flat import FlatShardedParameter
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.wrapper.state_dict import optimizer_conversion
 from fullshard.wrapper.state_dict.optimizer_conversion import gather_sharded_tensor
 from ranks import Rank, on_ranks
 
 State = dict[str, Any]
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+FULL, SHARDED, LOCAL = (StateDictType[f"{name}_STATE_DICT"] for name in ("FULL", "SHARDED", "LOCAL"))
+NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
+RANK0 = FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+flat_and_original = pytest.mark.parametrize("kind", ["flat", "original"])
 
 
-def as_form(model: nn.Module, form: StateDictType, *, rank0_only: bool = False) -> Any:
-    """The ``with`` block in which state dicts have that form."""
-    if form is SHARDED:
-        return FSDP.state_dict_type(model, form, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    return FSDP.state_dict_type(model, form, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0_only))
+class Small(nn.Module):
+    """Two layers, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor, *, first: bool = True) -> torch.Tensor:
+        return self.one(x) + self.two(x) if first else self.two(x)
+
+
+def small(rank: Rank, kind: str = "original") -> FSDP:
+    """Each layer a unit."""
+    model, orig = Small(), kind == "original"
+    for name in ("one", "two"):
+        setattr(model, name, FSDP(getattr(model, name), use_orig_params=orig, device_mesh=rank.mesh))
+    return FSDP(model, use_orig_params=orig, device_mesh=rank.mesh)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1, **options: Any) -> None:
+    for index in range(times):
+        model(torch.full((2, 3), 1.0 + index), **options).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepped(model: nn.Module, times: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, times, **options)
+    return model, optimizer
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, form: StateDictType, **options: Any) -> State:
-    with as_form(model, form):
+    with FSDP.state_dict_type(model, form):
         return FSDP.optim_state_dict(model, optimizer, **options)
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, form: StateDictType) -> None:
-    with as_form(model, form):
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, form: StateDictType = FULL) -> State:
+    """Load a state; what the optimizer holds then."""
+    with FSDP.state_dict_type(model, form):
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    return own(model, optimizer)
 
 
-def whole(state: State) -> State:
-    """DTensors as whole tensors."""
-    return map_leaves(state, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
+def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """What the optimizer holds now, unsharded by no function of the wrapper."""
+    return joined(optimizer_state(model, optimizer)["state"])
 
 
 def of_reference(steps: int = 3, name: str = "adam") -> tuple[Model, torch.optim.Optimizer]:
+    """The unwrapped model and its optimizer."""
     model = Model()
     optimizer = OPTIMIZERS[name](trained(model))
     train(model, optimizer, 0, steps)
@@ -72,21 +108,13 @@ def full_reference(steps: int = 3, name: str = "adam") -> State:
     return {"state": copy.deepcopy(held_by(model, optimizer)), "param_groups": [{**group, "params": names}]}
 
 
-def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What the optimizer holds now, gathered by no function of the wrapper."""
-    return joined(optimizer_state(model, optimizer)["state"])
-
-
 # ---------------------------------------------------------------- saving
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["flat", "original", "no_shard", "mixture"])
-def test_saved(rank: Rank, kind: str) -> None:
-    """State under the plain model's names, its values, and the groups' options: whole, in rows, on the first rank.
-
-    What was saved does not change when training goes on. Converting changes nothing, and runs no step.
-    """
+@pytest.mark.parametrize("kind", ["flat", "original", "mixture"])
+def test_saved_state(rank: Rank, kind: str) -> None:
+    """It has the unwrapped optimizer's names, values and options in every form; saving changes nothing."""
     model, expected = build(rank, kind), full_reference()
     optimizer = adam(model)
     train(model, optimizer, 0, 3)
@@ -104,7 +132,7 @@ def test_saved(rank: Rank, kind: str) -> None:
     if kind == "original":  # every trained parameter of the model's state dict, in its order
         assert list(saved[FULL]["state"]) == [name for name, p in Model().named_parameters() if p.requires_grad]
     assert_same_specs(model, kind, saved[SHARDED]["state"])
-    with as_form(model, FULL, rank0_only=True):
+    with FSDP.state_dict_type(model, *RANK0):
         first = FSDP.optim_state_dict(model, optimizer)
         FSDP.optim_state_dict_to_load(model, optimizer, first)
     assert first == {} if rank.rank else first["param_groups"] == saved[FULL]["param_groups"]
@@ -113,18 +141,18 @@ def test_saved(rank: Rank, kind: str) -> None:
     assert steps == []
     hook.remove()
     kept = copy.deepcopy(saved[FULL])
-    train(model, optimizer, 3, 5)
+    train(model, optimizer, 3, 4)
     assert_states_close(saved[FULL]["state"], kept["state"], exact=True)
 
 
 def assert_same_specs(model: nn.Module, kind: str, state: State) -> None:
     """DTensors over rows with the spec of the model's own sharded state dict; numbers of steps are plain tensors."""
-    with as_form(model, SHARDED):
+    with FSDP.state_dict_type(model, SHARDED):
         parameters = {fqn_of(name): value for name, value in model.state_dict().items()}
     for fqn, values in state.items():
         assert type(values["step"]) is torch.Tensor
         spec, parameter = values["exp_avg"], parameters[fqn]
-        if kind == "no_shard" or (kind == "mixture" and not fqn.startswith("blocks")):  # nothing is cut
+        if kind == "mixture" and not fqn.startswith("blocks"):  # not sharded
             assert type(spec) is torch.Tensor
             continue
         assert isinstance(spec, DTensor) and isinstance(parameter, DTensor), fqn
@@ -144,7 +172,7 @@ def test_optimizers_there_and_back(rank: Rank, name: str, kind: str, form: State
     state = save(model, optimizer, form)
     assert_states_close(whole(state["state"]), full_reference(2, name)["state"])
     new = OPTIMIZERS[name](trained(model))
-    with as_form(model, form):
+    with FSDP.state_dict_type(model, form):
         to_load = FSDP.optim_state_dict_to_load(model, new, state)
     # Not with its load_state_dict, which casts everything to the parameters' dtype and makes generators of words.
     parameters = [parameter for group in new.param_groups for parameter in group["params"]]
@@ -161,7 +189,6 @@ def test_optimizers_there_and_back(rank: Rank, name: str, kind: str, form: State
     ("source", "form", "kind"),
     [
         ("flat", FULL, "fully_shard"),
-        ("flat", SHARDED, "original"),
         ("original", SHARDED, "mixture"),
         ("fully_shard", SHARDED, "flat"),
         ("no_shard", SHARDED, "ddp"),
@@ -177,11 +204,11 @@ def test_loaded_by_another_kind(rank: Rank, source: str, form: StateDictType, ki
     reference, unwrapped = of_reference()
     target = KINDS[kind](rank, copy.deepcopy(reference))
     new = adam(target)
-    load(target, new, state, form)
-    assert_states_close(own(target, new), held_by(reference, unwrapped))
-    assert_states_close(own(target, new), whole(state["state"]), exact=True)
+    loaded = load(target, new, state, form)
+    assert_states_close(loaded, held_by(reference, unwrapped))
+    assert_states_close(loaded, whole(state["state"]), exact=True)
     assert {float(values["step"]) for values in new.state.values()} == {3.0}
-    losses = [train(m, o, 3, 6) for m, o in ((target, new), (reference, unwrapped))]
+    losses = [train(m, o, 3, 5) for m, o in ((target, new), (reference, unwrapped))]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
 
 
@@ -197,13 +224,12 @@ def test_half_the_ranks_and_replicas(rank: Rank, form: StateDictType, orig: bool
         two.blocks[index] = FSDP(block, device_mesh=mesh["shard"], use_orig_params=not orig)
     two = FSDP(two, device_mesh=mesh["shard"], use_orig_params=not orig)
     source, target = (four, two) if form is FULL else (two, four)
-    optimizer = adam(source)
+    optimizer, new = adam(source), adam(target)
     train(source, optimizer, 0, 3)
     state = save(source, optimizer, form)
-    new = adam(target)
-    load(target, new, state, form)
-    assert_states_close(own(target, new), full_reference()["state"])
-    assert_states_close(own(target, new), whole(state["state"]), exact=True)
+    loaded = load(target, new, state, form)
+    assert_states_close(loaded, full_reference()["state"])
+    assert_states_close(loaded, whole(state["state"]), exact=True)
     first = FSDP.full_optim_state_dict(four, optimizer if source is four else new)
     assert_states_close(first.get("state", {}), full_reference()["state"] if rank.rank == 0 else {})
 
@@ -215,14 +241,12 @@ def test_from_the_first_rank(rank: Rank, kind: str) -> None:
     expected = full_reference()
     state: Any = full_reference() if rank.rank == 0 else {}
     model = build(rank, kind)
-    optimizers = [adam(model, lr=3.0) for _ in range(3)]
-    with as_form(model, FULL, rank0_only=True):
-        FSDP.optim_state_dict_to_load(model, optimizers[0], state, load_directly=True)
-    for optimizer, given in zip(
-        optimizers[1:], ({"optim": optimizers[1]}, {"optim_input": trained(model)}), strict=True
-    ):
-        optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(state or None, model, **given))
-    for optimizer in optimizers:
+    direct, by_optimizer, by_input = (adam(model, lr=3.0) for _ in range(3))
+    with FSDP.state_dict_type(model, *RANK0):
+        FSDP.optim_state_dict_to_load(model, direct, state, load_directly=True)
+    by_optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(state or None, model, optim=by_optimizer))
+    by_input.load_state_dict(FSDP.scatter_full_optim_state_dict(state or None, model, optim_input=trained(model)))
+    for optimizer in (direct, by_optimizer, by_input):
         assert_states_close(own(model, optimizer), expected["state"], exact=True)
         assert optimizer.param_groups[0]["lr"] == 0.01
 
@@ -231,11 +255,10 @@ def test_from_the_first_rank(rank: Rank, kind: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_older_names(rank: Rank, kind: str) -> None:
+def test_older_names(rank: Rank) -> None:
     """The functions for each form do what the current form does; without input, numbers are all parameters'."""
-    model = build(rank, kind)
-    optimizer = adam(model)
+    model = build(rank, "original")
+    optimizer, every = adam(model), torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, optimizer, 0, 3)
     full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     sharded = FSDP.sharded_optim_state_dict(model, optimizer)
@@ -249,57 +272,50 @@ def test_older_names(rank: Rank, kind: str) -> None:
         new = adam(model)
         new.load_state_dict(to_load)
         assert_states_close(own(model, new), full["state"], exact=True)
-    if kind == "original":
-        every = torch.optim.Adam(model.parameters(), lr=0.01)
-        train(model, every, 3, 4)
-        full = FSDP.full_optim_state_dict(model, every, rank0_only=False)
-        again = torch.optim.Adam(model.parameters())
-        again.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
-        assert_states_close(own(model, again), full["state"], exact=True)
-
-
-def small(orig: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = FSDP(built(lambda: nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))), use_orig_params=orig)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
-    torch.manual_seed(rank.rank)
-    model(torch.randn(4, 7)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(model, every, 3, 4)
+    full = FSDP.full_optim_state_dict(model, every, rank0_only=False)
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
+    assert_states_close(own(model, again), full["state"], exact=True)
 
 
 @on_ranks(3)
-@both_forms
-def test_sharded_tensors_that_torch_has_read(rank: Rank, orig: bool) -> None:
-    """torch's loader of sharded optimizer state makes ShardedTensors: uneven rows, ranks without any; the next step is
-    that of the optimizer that was saved, bit by bit.
+@flat_and_original
+def test_through_torch_checkpoints(rank: Rank, kind: str) -> None:
+    """torch's checkpoints load into a fresh optimizer, in DTensors or ShardedTensors, and its next step is the same."""
 
-    With rank0_only a ShardedTensor or a DTensor is the same error on all ranks; nobody waits for a message.
-    """
-    model, optimizer = small(orig)
-    step(model, optimizer, rank)
-    folder = str(shared_folder(rank) / "older")
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = FSDP(built(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))), use_orig_params=kind == "original")
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    step(model, optimizer)
+    folder = str(shared_folder(rank) / "state")
     with FSDP.state_dict_type(model, SHARDED):
         state = FSDP.optim_state_dict(model, optimizer)
         dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder)
-        again, fresh = small(orig)
-        FSDP.set_state_dict_type(again, SHARDED)
-        sharded = {"model": again.state_dict()}
+    again, fresh = made()
+    other = torch.optim.AdamW(again.parameters(), lr=0.1)
+    with FSDP.state_dict_type(again, SHARDED):
+        sharded = {"model": again.state_dict(), "optimizer": FSDP.optim_state_dict(again, fresh)}
+        first = sharded["optimizer"]["state"]
+        assert len(first) == 4 and not fresh.state
+        assert not any(values["exp_avg"].to_local().any() for values in first.values())
         dcp.load(sharded, checkpoint_id=folder)
         again.load_state_dict(sharded["model"])
         reader = dcp.FileSystemReader(folder)
         read = load_sharded_optimizer_state_dict(sharded["model"], "optimizer", reader)["optimizer"]
-        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read))
-    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-        assert_equal(loaded, kept, "state")
-    step(model, optimizer, rank)
-    step(again, fresh, rank)
-    for new, old in zip(again.parameters(), model.parameters(), strict=True):
-        assert_equal(new.detach(), old.detach(), "parameter")
-    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, FULL, *configs):
+    load(again, fresh, sharded["optimizer"], SHARDED)
+    load(again, other, read, SHARDED)
+    for new in (fresh, other):
+        for kept, loaded in zip(optimizer.state.values(), new.state.values(), strict=True):
+            assert_equal(loaded, kept, "state")
+    step(model, optimizer)
+    step(again, other)
+    for one, two in zip(again.parameters(), model.parameters(), strict=True):
+        assert_equal(one.detach(), two.detach(), "parameter")
+    with FSDP.state_dict_type(model, *RANK0):
         for given, found in ((read, "found ShardedTensors"), (state, "found DTensors")):
             with pytest.raises(ValueError, match=found):
                 FSDP.optim_state_dict_to_load(model, optimizer, given)
@@ -316,31 +332,6 @@ def test_sharded_tensors_of_several_regions(rank: Rank) -> None:
     assert_equal(gather_sharded_tensor(init_from_local_shards(shards, 8, 2)), value, "tensor")
 
 
-# ---------------------------------------------------------------- optimizers that have not stepped
-
-
-@on_ranks(2)
-@both_forms
-def test_fresh_optimizers_can_be_loaded_into(rank: Rank, orig: bool) -> None:
-    """torch's functions load into what is there: the sharded form has the first state; the optimizer stays fresh."""
-    model, optimizer = small(orig)
-    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
-    folder = str(shared_folder(rank) / "fresh")
-    with FSDP.state_dict_type(model, SHARDED):
-        first = FSDP.optim_state_dict(model, optimizer)
-        assert len(first["state"]) == 4 and not optimizer.state
-        assert all(not value.to_local().any() for value in (s["exp_avg"] for s in first["state"].values()))
-        step(model, optimizer, rank)
-        dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
-        again, fresh = small(orig)
-        FSDP.set_state_dict_type(again, SHARDED)
-        read = {"optimizer": FSDP.optim_state_dict(again, fresh)}
-        dcp.load(read, checkpoint_id=folder)
-        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read["optimizer"]))
-    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-        assert_equal(loaded, kept, "state")
-
-
 @on_ranks(1)
 def test_first_states_draw_no_random_numbers(rank: Rank) -> None:
     """Optimizers that round at random draw in their next step what they would have drawn."""
@@ -355,6 +346,384 @@ def test_first_states_draw_no_random_numbers(rank: Rank) -> None:
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    with FSDP.state_dict_type(model, SHARDED):
-        FSDP.optim_state_dict(model, optimizer)
+    save(model, optimizer, SHARDED)
     assert_equal(torch.rand(2), expected, "numbers")
+
+
+@on_ranks(2)
+def test_local_form(rank: Rank) -> None:
+    """The live state of flat parameters under their own names, for the same wrapping on the same ranks only."""
+    model, optimizer = stepped(small(rank, "flat"), 2)
+    with FSDP.state_dict_type(model, LOCAL):
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert set(state["state"]) == {"one._flat_param", "two._flat_param"} == set(state["param_groups"][0]["params"])
+        flat = next(model.one.parameters())
+        assert state["state"]["one._flat_param"]["exp_avg"] is optimizer.state[flat]["exp_avg"]
+        new = torch.optim.Adam(model.parameters())
+        FSDP.optim_state_dict_to_load(model, new, copy.deepcopy(state), load_directly=True)
+        assert_states_close(own(model, new), own(model, optimizer), exact=True)
+        assert new.param_groups[0]["lr"] == 0.1
+        wrong, other = copy.deepcopy(state), copy.deepcopy(state)
+        wrong["state"]["one._flat_param"]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"one\._flat_param: this rank's shard has shape"):
+            FSDP.optim_state_dict_to_load(model, new, wrong)
+        other["param_groups"][0]["params"][0] = "three._flat_param"
+        with pytest.raises(ValueError, match=r"unexpected: \['three\._flat_param'\], missing: \['one\._flat_param'\]"):
+            FSDP.optim_state_dict_to_load(model, new, other)
+    large = build(rank, "mixture")
+    optimizer, new = adam(large), adam(large)
+    train(large, optimizer, 0, 2)
+    load(large, new, copy.deepcopy(save(large, optimizer, LOCAL)), LOCAL)
+    assert_states_close(own(large, new), own(large, optimizer), exact=True)
+
+
+# ---------------------------------------------------------------- parameters without state, groups and order
+
+
+@on_ranks(2)
+@flat_and_original
+def test_parameters_without_state(rank: Rank, kind: str) -> None:
+    """Units that were not run have none, before loading and after it; each parameter keeps its own number of steps."""
+    model = small(rank, kind)
+    for optimizer in (torch.optim.Adam(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)):
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert state["state"] == {} and state["param_groups"][0]["lr"] == 0.5
+        other = type(optimizer)(model.parameters(), lr=1.0)
+        assert load(model, other, state) == {} and other.param_groups[0]["lr"] == 0.5
+        optimizer.step()
+    model, optimizer = stepped(model, 3, first=False)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert_states_close(state["state"], held_by(*stepped(Small(), 3, first=False)))
+    assert set(state["state"]) == {"two.weight", "two.bias"}
+    assert set(state["param_groups"][0]["params"]) == {"one.weight", "one.bias", "two.weight", "two.bias"}
+    new = torch.optim.Adam(model.parameters())
+    assert_states_close(load(model, new, state), state["state"], exact=True)
+    step(model, new, 1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("one" in name)
+    step(model, new, 1)
+    steps = {fqn: float(values["step"]) for fqn, values in own(model, new).items()}
+    assert steps == {"one.weight": 2.0, "one.bias": 2.0, "two.weight": 4.0, "two.bias": 4.0}
+
+
+@on_ranks(2)
+@flat_and_original
+def test_given_state_dicts(rank: Rank, kind: str) -> None:
+    """A state dict without ``param_groups`` stays one; what was changed in the optimizer's is what is saved."""
+    model, optimizer = stepped(small(rank, kind), 2)
+    given = copy.deepcopy(optimizer.state_dict())
+    state = FSDP.optim_state_dict(model, optimizer, {"state": given["state"]})
+    assert list(state) == ["state"]
+    assert_states_close(state["state"], held_by(*stepped(Small(), 2)))
+    to_load = FSDP.optim_state_dict_to_load(model, optimizer, state)
+    assert list(to_load) == ["state"]
+    held = [optimizer.state[parameter] for parameter in optimizer.param_groups[0]["params"]]
+    assert_states_close(to_load["state"], dict(enumerate(held)), exact=True)
+    for values in given["state"].values():
+        values["exp_avg"].fill_(7.0)
+    given["param_groups"][0]["lr"] = 0.75
+    state = FSDP.optim_state_dict(model, optimizer, given)
+    assert all(bool((values["exp_avg"] == 7.0).all()) for values in state["state"].values())
+    assert state["param_groups"][0]["lr"] == 0.75
+    assert not any(bool((values["exp_avg"] == 7.0).any()) for values in optimizer.state.values())
+    with pytest.raises(ValueError, match="expected 1 parameter groups in the optimizer's state dict, found 2"):
+        FSDP.optim_state_dict(model, optimizer, {**given, "param_groups": given["param_groups"] * 2})
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_unknown_keys(rank: Rank) -> None:
+    """What users keep in the state under names of their own goes both ways, with a warning."""
+    model, optimizer = stepped(small(rank))
+    state: Any = optimizer.state
+    state.update(phase={"name": "warm-up", "seen": torch.arange(3)}, count=5)
+    with pytest.warns(UserWarning, match="the key 'phase', which is not a parameter"):
+        saved = FSDP.optim_state_dict(model, optimizer)
+    new: Any = torch.optim.Adam(model.parameters())
+    new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, saved))
+    assert_equal({key: new.state[key] for key in ("phase", "count")}, {k: state[k] for k in ("phase", "count")}, "own")
+
+
+@on_ranks(2)
+def test_groups_are_matched_by_name(rank: Rank) -> None:
+    """Options follow the parameters into other groups, also in another order per rank, or the error says why not."""
+    model = small(rank)
+    named = {fqn_of(name): p for name, p in model.named_parameters()}
+
+    def groups(*names: list[str]) -> list[dict[str, Any]]:
+        return [{"params": [named[name] for name in group]} for group in names]
+
+    weights, biases = ["one.weight", "two.weight"], ["one.bias", "two.bias"]
+    optimizer = torch.optim.Adam(groups(weights, biases), lr=0.1)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["weight_decay"] = 0.25, 0.5
+    step(model, optimizer)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert [group["params"] for group in state["param_groups"]] == [weights, biases]
+    order = -1 if rank.rank else 1
+    new = torch.optim.Adam(groups(biases[::order], ["two.weight"], ["one.weight"]), lr=9.0)
+    assert_states_close(load(model, new, state), state["state"], exact=True)
+    found = [(group["lr"], group["weight_decay"]) for group in new.param_groups]
+    assert found == [(0.1, 0.5), (0.25, 0), (0.25, 0)]
+    assert_states_close(FSDP.optim_state_dict(model, new)["state"], state["state"], exact=True)
+    mixed = torch.optim.Adam(groups(["one.weight", "one.bias"], ["two.weight", "two.bias"]))
+    with pytest.raises(ValueError, match=r"group 0 .*\(lr, weight_decay\): one\.weight and one\.bias"):
+        FSDP.optim_state_dict_to_load(model, mixed, state)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_sharded(rank: Rank) -> None:
+    """Of what no unit manages, ignored or outside of wrappers, each rank saves and loads what it has, whole."""
+    plain = Small()
+    ignored = plain.two.weight
+    model = FSDP(plain, ignored_states=[ignored], use_orig_params=True, device_mesh=rank.mesh)
+    holder = nn.ModuleDict({"model": model})
+    name, extra = f"extra{rank.rank}", nn.Parameter(torch.full((2 + rank.rank,), 1.0))
+    holder.register_parameter(name, extra)
+    optimizer = torch.optim.Adam(holder.parameters(), lr=0.1)
+    extra.grad = torch.ones_like(extra)
+    step(model, optimizer)
+    state = FSDP.optim_state_dict(holder, optimizer)
+    assert state["state"]["model.two.weight"]["exp_avg"] is not optimizer.state[ignored]["exp_avg"]
+    new = torch.optim.Adam(holder.parameters())
+    new.load_state_dict(FSDP.optim_state_dict_to_load(holder, new, state))
+    assert_states_close(new.state[extra], optimizer.state[extra], exact=True)
+    assert_states_close(state["state"].pop(name), optimizer.state[extra], exact=True)
+    found = {key.removeprefix("model."): value for key, value in state["state"].items()}
+    assert_states_close(found, held_by(*stepped(Small())))
+    stray = torch.optim.Adam([*model.parameters(), nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"parameter 4 of group 0 of the optimizer .* is not in the model"):
+        FSDP.optim_state_dict(model, stray)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_group_of_its_own(rank: Rank, passed: bool) -> None:
+    """Each half of the ranks has a model, a first rank and a result; ``group`` says who they are, or is known."""
+    mesh = rank.make_mesh(2, 2, names=("halves", "half"))["half"]
+    group = mesh.get_group() if passed else None
+    model, optimizer = stepped(FSDP(Small(), use_orig_params=True, device_mesh=mesh), 1 + rank.rank // 2)
+    with FSDP.state_dict_type(model, *RANK0):
+        state = FSDP.optim_state_dict(model, optimizer, group=group)
+        assert (state == {}) == (dist.get_rank(mesh.get_group()) > 0)
+        if state:
+            assert_states_close(state["state"], held_by(*stepped(Small(), 1 + rank.rank // 2)))
+        new = torch.optim.Adam(model.parameters())
+        new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, state, group=group))
+    for parameter in model.parameters():
+        assert_states_close(new.state[parameter], optimizer.state[parameter], exact=True)
+
+
+# ---------------------------------------------------------------- names and numbers
+
+
+class Named(torch.optim.Adam):
+    """An optimizer whose state dict goes by names."""
+
+    def __init__(self, named: dict[str, nn.Parameter], **options: Any) -> None:
+        super().__init__(named.values(), **options)
+        self.names = list(named)
+
+    def state_dict(self) -> State:
+        return rekeyed(super().state_dict(), dict(enumerate(self.names)))
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(rekeyed(state, {name: number for number, name in enumerate(self.names)}))
+
+
+def rekeyed(state: State, keys: dict[Any, Any]) -> State:
+    groups = [{**group, "params": [keys[n] for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": {keys[n]: values for n, values in state["state"].items()}, "param_groups": groups}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "clean"), [("flat", True), ("original", False), ("original", True)])
+def test_named_optimizers(rank: Rank, kind: str, clean: bool) -> None:
+    """An optimizer that knows names, with or without what wrappers add to them, gets its state under these."""
+    model = small(rank, kind)
+    named = {fqn_of(name) if clean else name: p for name, p in model.named_parameters()}
+    optimizer = Named(named, lr=0.1)
+    step(model, optimizer, 2)
+    state = FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())
+    assert_states_close(state["state"], held_by(*stepped(Small(), 2)))
+    new = Named(named)
+    to_load = FSDP.optim_state_dict_to_load(model, new, state, is_named_optimizer=True, load_directly=True)
+    assert set(to_load["state"]) == set(named)
+    assert_states_close(own(model, new), state["state"], exact=True)
+
+
+@on_ranks(2)
+def test_rekeyed_for_an_unwrapped_model(rank: Rank) -> None:
+    """Wrapped and unwrapped models load each other's state by numbers and names; flat parameters refuse by name."""
+    model, optimizer = stepped(small(rank, "flat"), 2)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    reference, unwrapped = stepped(Small(), 2)
+    names = [name for name, _ in reference.named_parameters()]
+    by_number = FSDP.rekey_optim_state_dict(full, ID, reference)
+    assert by_number["param_groups"][0]["params"] == list(range(len(names)))
+    new = torch.optim.Adam(reference.parameters())
+    new.load_state_dict(by_number)
+    assert_states_close(held_by(reference, new), held_by(reference, unwrapped))
+    by_name = FSDP.rekey_optim_state_dict(unwrapped.state_dict(), NAME, reference, optim=unwrapped)
+    assert by_name["param_groups"][0]["params"] == names
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(FSDP.shard_full_optim_state_dict(by_name, model, optim=again))
+    assert_states_close(own(model, again), held_by(reference, unwrapped), exact=True)
+    with pytest.raises(ValueError, match=r"share a flat parameter, .*optim_state_dict_to_load"):
+        FSDP.rekey_optim_state_dict({"state": {"one.weight": {}}}, ID, model, optim=optimizer)
+
+
+def test_rekeying() -> None:
+    """Groups in another order, inputs, keys that are right already, mixed and unknown ones."""
+    model = Small()
+    order = [model.two.bias, model.one.weight, model.two.weight]
+    optimizer = torch.optim.Adam([{"params": order[:1]}, {"params": order[1:], "lr": 0.5}], lr=0.1)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    named = FSDP.rekey_optim_state_dict(state, NAME, model, optim=optimizer)
+    assert [group["params"] for group in named["param_groups"]] == [["two.bias"], ["one.weight", "two.weight"]]
+    assert named["state"]["one.weight"]["exp_avg"] is optimizer.state[model.one.weight]["exp_avg"]
+    same = FSDP.rekey_optim_state_dict(state, NAME, model, [{"params": order[:1]}, {"params": order[1:]}])
+    assert list(same["state"]) == list(named["state"])
+    named["param_groups"].reverse()
+    named["param_groups"][0]["params"].reverse()
+    back = FSDP.rekey_optim_state_dict(named, ID, model, optim=optimizer)
+    assert [group["params"] for group in back["param_groups"]] == [[0], [1, 2]]
+    assert_states_close(back["state"], state["state"], exact=True)
+    assert FSDP.rekey_optim_state_dict(state, ID, model) is state
+    assert FSDP.rekey_optim_state_dict(named, NAME, model) is named
+    with pytest.raises(ValueError, match="found both"):
+        FSDP.rekey_optim_state_dict({"state": {0: {}, "one.weight": {}}}, NAME, model)
+    with pytest.raises(ValueError, match=r"found \['three'\]"):
+        FSDP.rekey_optim_state_dict({"state": {"three": {}}}, ID, model)
+    with pytest.raises(TypeError):
+        FSDP.rekey_optim_state_dict(state, "name", model)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+@on_ranks(2)
+@flat_and_original
+def test_what_does_not_fit(rank: Rank, kind: str) -> None:
+    """Parameters of one side, wrong shapes, numbers and other dictionaries are errors on all ranks that name them."""
+    model, optimizer = stepped(small(rank, kind))
+    state = FSDP.optim_state_dict(model, optimizer)
+    less, more, wrong = (copy.deepcopy(state) for _ in range(3))
+    less["param_groups"][0]["params"].remove("two.bias")
+    del less["state"]["two.bias"]
+    more["param_groups"][0]["params"].append("three")
+    more["state"]["three"] = copy.deepcopy(more["state"]["two.bias"])
+    wrong["state"]["two.weight"]["exp_avg"] = torch.zeros(4, 3)
+    by_number = optimizer.state_dict()
+    given = [
+        (less, r"the saved optimizer has no parameters two\.bias"),
+        (more, "the checkpoint has state for three, which this optimizer does not have"),
+        (wrong, r"two.weight: exp_avg was saved with shape \(4, 3\).*\(5, 3\)"),
+        (by_number, "rekey_optim_state_dict"),
+        ({"one": 1}, r"found the keys \['one'\]"),
+    ]
+    for one, message in given:
+        with pytest.raises(ValueError, match=message):
+            FSDP.optim_state_dict_to_load(model, optimizer, one)
+    with FSDP.state_dict_type(model, *RANK0):
+        for one, message in ((by_number, "expected names of parameters as keys, found 0"), given[1]):
+            with pytest.raises(ValueError, match=message):
+                FSDP.optim_state_dict_to_load(model, optimizer, one if rank.rank == 0 else {})
+
+
+@on_ranks(2)
+def test_errors_of_one_rank(rank: Rank) -> None:
+    """Where loading communicates, what does not fit on one rank is an error on all, not a hang."""
+    model, optimizer = stepped(small(rank))
+    parameters = list(model.parameters())
+    with FSDP.state_dict_type(model, SHARDED):
+        state = FSDP.optim_state_dict(model, optimizer)
+        fewer = torch.optim.Adam(parameters[: 4 if rank.rank == 0 else 3])
+        with pytest.raises(ValueError, match="the checkpoint has state for two"):
+            FSDP.optim_state_dict_to_load(model, fewer, state)
+        stray = torch.optim.Adam([*parameters, nn.Parameter(torch.ones(2))] if rank.rank == 0 else parameters)
+        with pytest.raises(ValueError, match="is not in the model"):
+            FSDP.optim_state_dict_to_load(model, stray, state)
+
+
+@on_ranks(2)
+@flat_and_original
+def test_ranks_with_different_state(rank: Rank, kind: str) -> None:
+    """State or parameters that one rank's optimizer lacks are an error on all ranks that names parameter and ranks."""
+    model, optimizer = stepped(small(rank, kind))
+    parameters = list(model.parameters())
+    if rank.rank == 0:
+        del optimizer.state[parameters[-1]]
+    for form in (FULL, SHARDED):
+        with pytest.raises(FullshardError, match=r"two\.bias \(nothing on rank 0; .* on rank 1"):
+            save(model, optimizer, form)
+    if rank.rank == 0:
+        optimizer.state.clear()
+    with pytest.raises(FullshardError, match=r"one\.weight"):
+        save(model, optimizer, SHARDED)
+    if kind == "flat":
+        return
+    extra = nn.Parameter(torch.ones(2))
+    holder = nn.ModuleDict({"model": model})
+    holder.register_parameter("extra", extra)
+    for number in (3, 2, 0):  # without a bias, a unit, and anything
+        optimizer = torch.optim.Adam([*parameters[: None if rank.rank == 0 else number], extra], lr=0.1)
+        extra.grad = torch.ones(2)
+        step(model, optimizer)
+        with pytest.raises(FullshardError, match=r"model\.two\.bias \(.* on rank 0; nothing on rank 1\)"):
+            FSDP.optim_state_dict(holder, optimizer)
+
+
+@on_ranks(2)
+def test_flat_parameters_with_different_steps(rank: Rank) -> None:
+    """Parts of one flat parameter that have made different numbers of steps are an error that names them."""
+    model = FSDP(Small(), device_mesh=rank.mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    reference, unwrapped = stepped(Small())
+    step(reference, unwrapped, first=False)
+    state = {
+        "state": held_by(reference, unwrapped),
+        "param_groups": [{"lr": 0.1, "params": [name for name, _ in reference.named_parameters()]}],
+    }
+    found = r"one\.weight and two\.weight share a flat parameter.* step, 1\.0 and 2\.0"
+    with pytest.raises(FullshardError, match=found):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["sharded", "first", "loading"])
+def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the result hardly more than one whole tensor is alive, and on ranks that want none, none is made."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watched(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                made.append(weakref.ref(result))
+            alive.append(sum(ref() is not None for ref in made))
+            return result
+
+        return run
+
+    model, optimizer = stepped(small(rank, "flat"))
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    monkeypatch.setattr(FlatShardedParameter, "_gather", watched(FlatShardedParameter._gather))
+    monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
+    if form == "sharded":
+        FSDP.sharded_optim_state_dict(model, optimizer)
+    elif form == "first":
+        FSDP.full_optim_state_dict(model, optimizer)
+    else:
+        with FSDP.state_dict_type(model, *RANK0):
+            FSDP.optim_state_dict_to_load(model, optimizer, full)
+    monkeypatch.undo()
+    tensors = 12 if form == "loading" else 8  # with the numbers of steps
+    most = 3  # a back end lets go of a message a little later
+    if rank.rank == 0 and form == "first":
+        most = tensors if rank.device.type == "cpu" else 1  # else each goes to CPU memory at once
+    elif rank.rank == 0 and form == "loading":
+        most = tensors
+    assert len(made) == tensors and max(alive) <= most, (len(made), alive)

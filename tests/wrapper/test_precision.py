@@ -57,39 +57,29 @@ def test_keep_low_precision_grads(rank: Rank, reduce: torch.dtype | None, orig: 
 # -------------------------------------------------------------------- buffers
 
 
-class Buffered(nn.Module):
-    """Buffers of several kinds, and a batch norm's, which change; notes their dtypes."""
-
-    def __init__(self, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.inner = inner
-        self.register_buffer("table", torch.arange(6) / 7)
-        self.register_buffer("wide", torch.arange(6).double() / 7)
-        self.register_buffer("ids", torch.arange(6))
-        self.register_buffer("hidden", torch.arange(6) / 7, persistent=False)
-        self.register_buffer("nothing", None)
-        self.seen: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(tuple(b.dtype for b in (self.table, self.wide, self.ids, self.hidden)))
-        x = self.norm(self.linear(x)) + (self.table + self.wide + self.hidden).to(x.dtype)
-        return x if self.inner is None else self.inner(x)
+def buffered(*inner: nn.Module) -> nn.Sequential:
+    """A layer with buffers of several kinds, and a batch norm's, which change; ``seen`` has their dtypes in forward."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), *inner)
+    table = torch.arange(6) / 7
+    for name, buffer in {"table": table, "wide": table.double(), "ids": torch.arange(6), "nothing": None}.items():
+        module.register_buffer(name, buffer)
+    module.register_buffer("hidden", table.clone(), persistent=False)
+    module.seen = []
+    buffers = ("table", "wide", "ids", "hidden")
+    module.register_forward_pre_hook(lambda m, _: m.seen.append(tuple(getattr(m, name).dtype for name in buffers)))
+    return module
 
 
 @on_ranks(2)
 @both_forms
 def test_buffer_dtype(rank: Rank, orig: bool) -> None:
-    """Buffers of floats are cast before the first forward and stay so; state dicts have them in their own dtypes.
-
-    These have what training has made of them in low precision.
-    """
-    model = Buffered(Buffered())
-    inner = model.inner
+    """Buffers of floats are cast before the first forward and stay so; state dicts have them in their own dtypes."""
+    model = buffered(buffered())
+    inner = model[2]
     reference = copy.deepcopy(model)
     wrapped = FSDP(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({Buffered}),
+        auto_wrap_policy=CustomPolicy(lambda module: module is inner),
         mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=()),
         use_orig_params=orig,
     )
@@ -98,12 +88,12 @@ def test_buffer_dtype(rank: Rank, orig: bool) -> None:
         wrapped(inputs(rank, step)).float().sum().backward()
         state = wrapped.state_dict()
         assert {name: value.dtype for name, value in state.items()} == {n: v.dtype for n, v in original.items()}
-        for name in ("table", "inner.wide"):
+        for name in ("table", "2.wide"):
             assert_equal(state[name], original[name].to(BF16).to(state[name].dtype), name)
-        assert_equal(state["norm.running_mean"], model.norm.running_mean.float(), "mean")
-        assert state["norm.running_mean"].abs().sum() > 0 and state["norm.num_batches_tracked"].item() == step + 1
+        assert_equal(state["1.running_mean"], model[1].running_mean.float(), "mean")
+        assert state["1.running_mean"].abs().sum() > 0 and state["1.num_batches_tracked"].item() == step + 1
         assert {m.table.dtype for m in (model, inner)} == {BF16}  # in training again
-        assert_equal(state["linear.weight"], original["linear.weight"], "weight")
+        assert_equal(state["0.weight"], original["0.weight"], "weight")
     assert model.seen == [(BF16, BF16, torch.int64, BF16)] * 2 == inner.seen
     assert model.nothing is None
     wrapped.load_state_dict(original)
@@ -115,11 +105,11 @@ def test_buffer_dtype(rank: Rank, orig: bool) -> None:
 def test_buffers_left_alone(rank: Rank) -> None:
     """Without buffer_dtype, and in ignored modules, buffers keep their dtype."""
     for own in (None, F16):
-        model = Buffered(Buffered())
-        inner = model.inner
+        model = buffered(buffered())
+        inner = model[2]
         precision = MixedPrecision(param_dtype=BF16, buffer_dtype=own)
-        wrapped = FSDP(model, ignored_modules=[inner, model.norm], mixed_precision=precision)
-        for module in (inner, model.norm):
+        wrapped = FSDP(model, ignored_modules=[inner, model[1]], mixed_precision=precision)
+        for module in (inner, model[1]):
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
         wrapped(inputs(rank)).float().sum().backward()
         assert inner.seen == [(F32, F64, torch.int64, F32)]
@@ -167,10 +157,7 @@ class Probe(nn.Module):
 
 @on_ranks(2)
 def test_which_inputs_are_cast(rank: Rank) -> None:
-    """cast_root_forward_inputs is for the root, cast_forward_inputs for all others, and only for them.
-
-    Without a parameter dtype there are no casts; units choose for themselves.
-    """
+    """cast_root_forward_inputs is for the root, cast_forward_inputs for all others; no parameter dtype, no casts."""
     for root in (True, False):
         for inner in (True, False):
             model = Probe(Probe(Probe()))
@@ -252,10 +239,7 @@ def test_batch_norms_in_full_precision(rank: Rank, orig: bool, low: torch.dtype)
 
 @on_ranks(2)
 def test_batch_norms_left_to_the_unit(rank: Rank) -> None:
-    """Without a policy, a low param_dtype or classes to take care of, nothing is wrapped apart, and nothing warns.
-
-    Who ignores a batch norm gets neither a unit nor casts.
-    """
+    """Without a policy, a low param_dtype or classes to take care of, or if ignored, batch norms are no units."""
     policy = ModuleWrapPolicy({nn.Conv2d})
     for options, units in (
         ({"auto_wrap_policy": None, "mixed_precision": LOW}, [""]),
@@ -280,10 +264,7 @@ def test_batch_norms_left_to_the_unit(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_other_classes(rank: Rank) -> None:
-    """The classes can be any; subclasses count; what the user chose himself for a module has precedence.
-
-    A policy that wraps everything wraps batch norms once, in full precision.
-    """
+    """The classes can be any; subclasses count; what the user chose for a module has precedence."""
 
     class Precise(nn.LayerNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

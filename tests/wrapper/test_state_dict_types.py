@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from torch import nn
-from wrapped import Net, raised_everywhere, wrapped
+from wrapped import LOCAL, SHARDED, WHOLE, Net, raised_everywhere, wrapped
 
-import fullshard
 from fullshard import (
     FullOptimStateDictConfig,
     FullshardError,
@@ -28,31 +28,19 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from ranks import Rank, on_ranks
 
-FULL, LOCAL, SHARDED = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-)
 CONFIGS: list[tuple[Any, Any, Any]] = [
-    (FULL, FullStateDictConfig, FullOptimStateDictConfig),
+    (WHOLE, FullStateDictConfig, FullOptimStateDictConfig),
     (LOCAL, LocalStateDictConfig, LocalOptimStateDictConfig),
     (SHARDED, ShardedStateDictConfig, ShardedOptimStateDictConfig),
 ]
 
 
 def test_fields_and_defaults() -> None:
-    """Names, order and defaults of torch's; flags may be assigned to, and are checked then as well."""
-    fields: dict[Any, dict[str, bool]] = {
-        StateDictConfig: {"offload_to_cpu": False},
-        FullStateDictConfig: {"offload_to_cpu": False, "rank0_only": False},
-        LocalStateDictConfig: {"offload_to_cpu": False},
-        ShardedStateDictConfig: {"offload_to_cpu": False, "_use_dtensor": False},
-        OptimStateDictConfig: {"offload_to_cpu": True},
-        FullOptimStateDictConfig: {"offload_to_cpu": True, "rank0_only": False},
-        LocalOptimStateDictConfig: {"offload_to_cpu": False},
-        ShardedOptimStateDictConfig: {"offload_to_cpu": True, "_use_dtensor": False},
-    }
-    for kind, defaults in fields.items():
+    """Names, order and defaults are torch's; flags may be assigned to, and are checked then as well."""
+    torchs = importlib.import_module("torch.distributed.fsdp")
+    kinds = [kind for _, *pair in CONFIGS for kind in pair] + [StateDictConfig, OptimStateDictConfig]
+    for kind in kinds:
+        defaults = asdict(getattr(torchs, kind.__name__)())
         assert asdict(kind()) == defaults and list(asdict(kind())) == list(defaults)
         assigned = kind()
         assigned.offload_to_cpu = not defaults["offload_to_cpu"]
@@ -66,8 +54,7 @@ def test_fields_and_defaults() -> None:
                 setattr(assigned, name, None)
             with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found 1"):
                 kind(**{name: 1})
-        assert kind.__name__ in fullshard.__all__
-    assert [member.name for member in StateDictType] == ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+    assert [member.name for member in StateDictType] == [member.name for member in torchs.StateDictType]
     assert [member.name for member in OptimStateKeyType] == ["PARAM_NAME", "PARAM_ID"]
 
 
@@ -77,14 +64,10 @@ def types_of(model: nn.Module) -> list[StateDictType]:
 
 @on_ranks(1)
 def test_set_and_get(rank: Rank) -> None:
-    """All wrappers get the settings, with the type's own configs where none are given; the old ones are returned.
-
-    Wrappers keep copies: what is assigned to the caller's object afterwards changes nothing. Configs of other types,
-    the base classes too, are a RuntimeError that names both, and change nothing.
-    """
+    """All wrappers get copies of the settings, the old ones are returned; configs of other types are refused."""
     for kind, config, optim_config in CONFIGS:
         model, _ = wrapped(rank)
-        default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+        default = StateDictSettings(WHOLE, FullStateDictConfig(), FullOptimStateDictConfig())
         assert FSDP.get_state_dict_type(model) == default == StateDictSettings()
         assert FSDP.set_state_dict_type(model, kind) == default
         given = (config(offload_to_cpu=True), optim_config(offload_to_cpu=False))
@@ -109,10 +92,7 @@ def test_set_and_get(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_parts_and_contexts(rank: Rank) -> None:
-    """A plain root stands for the wrappers in it, an inner module for its own; without any, values are whole.
-
-    A context holds for all, and nests; afterwards every wrapper has its own settings back, also after an error.
-    """
+    """A root, plain or not, stands for the wrappers in it; a context gives each its own settings back."""
     model, _ = wrapped(rank)
     root, inner = nn.Sequential(nn.Linear(2, 2), model), model.module.blocks[1]
     FSDP.set_state_dict_type(root, SHARDED)
@@ -120,29 +100,29 @@ def test_parts_and_contexts(rank: Rank) -> None:
     assert FSDP.set_state_dict_type(Net(), SHARDED) == FSDP.get_state_dict_type(Net()) == StateDictSettings()
     with FSDP.state_dict_type(Net(), SHARDED):
         pass
-    FSDP.set_state_dict_type(root, FULL)
+    FSDP.set_state_dict_type(root, WHOLE)
     FSDP.set_state_dict_type(inner, LOCAL)
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
         assert FSDP.get_state_dict_type(model).state_dict_config == ShardedStateDictConfig(offload_to_cpu=True)
-        with FSDP.state_dict_type(inner, FULL):
-            assert types_of(model) == [SHARDED, SHARDED, FULL]
+        with FSDP.state_dict_type(inner, WHOLE):
+            assert types_of(model) == [SHARDED, SHARDED, WHOLE]
         assert types_of(model) == [SHARDED] * 3
-    assert types_of(model) == [FULL, FULL, LOCAL]
+    assert types_of(model) == [WHOLE, WHOLE, LOCAL]
     with pytest.raises(KeyError), FSDP.state_dict_type(model, SHARDED):
         raise KeyError
-    assert types_of(model) == [FULL, FULL, LOCAL]
+    assert types_of(model) == [WHOLE, WHOLE, LOCAL]
 
 
 @on_ranks(2)
 def test_differing_settings(rank: Rank) -> None:
     """They are reported with the names of the modules, and nothing is changed."""
     model, _ = wrapped(rank)
-    FSDP.set_state_dict_type(model.module.blocks[1], FULL, FullStateDictConfig(rank0_only=True))
+    FSDP.set_state_dict_type(model.module.blocks[1], WHOLE, FullStateDictConfig(rank0_only=True))
     asked: list[Any] = [lambda: FSDP.get_state_dict_type(model), lambda: FSDP.set_state_dict_type(model, SHARDED)]
     for ask in asked:
         with pytest.raises(FullshardError, match=r"in <root>, blocks\.0; .*rank0_only=True.* in blocks\.1") as caught:
             ask()
         raised_everywhere(rank, caught.value)
-    assert types_of(model) == [FULL] * 3
-    FSDP.set_state_dict_type(model.module.blocks[1], FULL)
+    assert types_of(model) == [WHOLE] * 3
+    FSDP.set_state_dict_type(model.module.blocks[1], WHOLE)
     FSDP.set_state_dict_type(model, SHARDED)

@@ -44,12 +44,6 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import record
 from ranks import Rank, on_ranks
 
-strategies_and_forms = pytest.mark.parametrize(
-    ("strategy", "orig"),
-    [(FULL, False), (FULL, True), (GRAD_OP, True), (NO_SHARD, False)],
-    ids=lambda v: getattr(v, "name", v),
-)
-
 
 def assert_full(model: nn.Module, reference: nn.Module, *, grads: bool = False, **tolerance: float) -> None:
     """Require all full parameters, and gradients, to be those of the unsharded model."""
@@ -61,13 +55,9 @@ def assert_full(model: nn.Module, reference: nn.Module, *, grads: bool = False, 
 
 
 @on_ranks(2)
-@strategies_and_forms
+@pytest.mark.parametrize(("strategy", "orig"), [(FULL, False), (GRAD_OP, True), (NO_SHARD, False)])
 def test_values_and_edits(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Inside, all parameters are there as before wrapping: names, order, shapes, types; outside nothing has changed.
-
-    Edits are kept, or not, as ``writeback`` says. With mixed precision they are the shards' own, not what is computed
-    with.
-    """
+    """Inside, parameters are those of before wrapping, in full precision; edits are kept if ``writeback`` says so."""
     precision = MixedPrecision(torch.bfloat16) if strategy is GRAD_OP else None
     model, reference = wrapped(rank, strategy, use_orig_params=orig, mixed_precision=precision)
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
@@ -95,13 +85,12 @@ def test_values_and_edits(rank: Rank, strategy: ShardingStrategy, orig: bool) ->
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("strategy", "rank0_only"), [(HYBRID[0], False), (HYBRID[1], True)])
-def test_hybrid(rank: Rank, strategy: ShardingStrategy, rank0_only: bool) -> None:
-    """Replicas stay replicas: everyone's equal edits are kept, or those of the very first rank; gradients are full."""
-    model, reference = wrapped(rank, strategy, use_orig_params=True)
+def test_hybrid(rank: Rank) -> None:
+    """Replicas stay replicas: with ``rank0_only`` edits of the very first rank are kept; gradients are unsharded."""
+    model, reference = wrapped(rank, HYBRID[1], use_orig_params=True)
     edit(reference)
-    with FSDP.summon_full_params(model, rank0_only=rank0_only):
-        edit(model, 2.0 if not rank0_only or rank.rank == 0 else 50.0)
+    with FSDP.summon_full_params(model, rank0_only=True):
+        edit(model, 2.0 if rank.rank == 0 else 50.0)
     both_backward(rank, model, reference)
     assert_full(model, reference, grads=True, **CLOSE)
 
@@ -109,7 +98,7 @@ def test_hybrid(rank: Rank, strategy: ShardingStrategy, rank0_only: bool) -> Non
 @on_ranks(2)
 @both_forms
 def test_recurse(rank: Rank, orig: bool) -> None:
-    """Without ``recurse``, only the unit of the module itself is gathered, and a module that is no unit has none."""
+    """Without ``recurse``, only the unit of the module itself is unsharded, and a module that is no unit has none."""
     model, reference = wrapped(rank, use_orig_params=orig)
     inner = model.module.blocks[0]
     with record() as seen, FSDP.summon_full_params(model, recurse=False):
@@ -138,10 +127,7 @@ def test_recurse(rank: Rank, orig: bool) -> None:
 @on_ranks(2)
 @both_forms
 def test_replaced_parameters(rank: Rank, orig: bool) -> None:
-    """Other memory, another object, other strides, one set through ``_parameters``: what is there at the end is kept.
-
-    Another shape is an error on all ranks that names the parameter, and the model goes on as it was.
-    """
+    """Whatever memory or object is there at the end is kept; another shape is an error on all ranks by name."""
     model, reference = wrapped(rank, use_orig_params=orig)
     assert_same_outputs(rank, model, reference)  # from then on, units know their place in the model
     for seed, how in enumerate(("data", "assign", "module", "transposed")):
@@ -175,28 +161,23 @@ def test_replaced_parameters(rank: Rank, orig: bool) -> None:
 @on_ranks(2)
 @both_forms
 def test_tied_frozen_and_ignored(rank: Rank, orig: bool) -> None:
-    """Tied parameters are one object inside, frozen ones stay frozen, ignored ones are left alone."""
+    """Tied parameters are one object inside, and replaced together; frozen ones stay frozen, ignored ones alone."""
     model = built(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Block()))
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    ignored = model[2]
-    outer = FSDP(model, use_orig_params=orig, ignored_modules=[ignored])
+    ignored, reference = model[2].weight, copy.deepcopy(model)
+    outer = FSDP(model, use_orig_params=orig, ignored_modules=[model[2]])
     with FSDP.summon_full_params(outer):
-        assert model[1].weight is model[0].weight
+        assert model[1].weight is model[0].weight and model[2].weight is ignored
         assert not model[0].bias.requires_grad and model[0].weight.requires_grad
-        assert outer.module[2].weight is ignored.weight
-        assert [name for name, _ in outer.named_parameters()] == [name for name, _ in reference.named_parameters()]
         assert_models_equal(outer, reference)
-        with torch.no_grad():
-            model[1].weight.mul_(2.0)
-            model[0].bias.add_(1.0)
+        edit(outer)
+    edit(reference)
     with FSDP.summon_full_params(outer, rank0_only=True):
         if rank.rank == 0:
             model[0].weight = nn.Parameter(torch.eye(4))
-    with FSDP.summon_full_params(outer, writeback=False):
-        assert_equal(model[0].weight.detach(), torch.eye(4), "one of the tied ones was replaced")
-        assert_equal(model[0].bias.detach(), reference[0].bias.detach() + 1.0, "frozen")
+    reference[0].weight.data.copy_(torch.eye(4))
+    assert_full(outer, reference)
 
 
 # ---------------------------------------------------------------- rank0_only, offload_to_cpu
@@ -207,10 +188,7 @@ def test_tied_frozen_and_ignored(rank: Rank, orig: bool) -> None:
     ("orig", "strategy", "offload"), [(False, FULL, False), (True, GRAD_OP, True), (True, NO_SHARD, True)]
 )
 def test_rank0_only(rank: Rank, orig: bool, strategy: ShardingStrategy, offload: bool) -> None:
-    """Only the first rank has full parameters; what it writes is sent to the others. CPU copies are written back too.
-
-    Without a shard axis every rank is the first of its own: all have parameters, and write.
-    """
+    """Only the first rank has unsharded parameters, and what it writes is sent to the others, also from CPU memory."""
     offloaded = CPUOffload(offload_params=True) if strategy is GRAD_OP else None
     model, reference = wrapped(rank, strategy, use_orig_params=orig, cpu_offload=offloaded)
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=offload):
@@ -233,7 +211,7 @@ def test_rank0_only(rank: Rank, orig: bool, strategy: ShardingStrategy, offload:
 
 @on_ranks(2)
 def test_rank0_only_fails_on_one_rank(rank: Rank) -> None:
-    """If the block raises on any rank nothing is written anywhere, and the other ranks are told."""
+    """If the block raises on any rank nothing is written anywhere, and the other ranks hear of it."""
     model, reference = wrapped(rank)
 
     def fail(guilty: int) -> None:
@@ -254,12 +232,9 @@ def test_rank0_only_fails_on_one_rank(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@strategies_and_forms
+@pytest.mark.parametrize(("strategy", "orig"), [(FULL, True), (NO_SHARD, False)])
 def test_with_grads(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Gradients are full inside, on the first rank too, and what is done to them is kept.
-
-    Without ``with_grads`` there are none inside, and they are as before afterwards.
-    """
+    """Gradients are unsharded inside, and what is done to them is kept; without ``with_grads`` there are none."""
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     both_backward(rank, model, reference)
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -282,10 +257,7 @@ def test_with_grads(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("offload", [False, True])
 def test_with_grads_of_some(rank: Rank, offload: bool) -> None:
-    """None inside are None afterwards, of all ranks' gradients and of those that are set to None inside.
-
-    What is set inside is kept; a gradient that a rank set alone is full.
-    """
+    """None inside is None afterwards, on all ranks; what is set inside, or by one rank alone, is kept."""
     model, reference = wrapped(rank, use_orig_params=True)
     new = torch.arange(DIM * DIM).float().view(DIM, DIM)
     with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=offload):
@@ -296,7 +268,7 @@ def test_with_grads_of_some(rank: Rank, offload: bool) -> None:
     assert_equal(joined(rank, model.module.first.weight.grad), new.flatten(), "gradient")
     both_backward(rank, model, reference)
     model.module.last.weight.grad = None
-    bias = model.module.first.bias  # a piece of it may be on either rank
+    bias = model.module.first.bias  # a shard of it may be on either rank
     bias.grad = torch.ones_like(bias) if rank.rank == 0 else None
     holder = joined(rank, torch.full_like(bias.detach(), float(rank.rank)))
     with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=offload):
@@ -309,24 +281,22 @@ def test_with_grads_of_some(rank: Rank, offload: bool) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("outer", ["fully_shard", "wrapper"])
-def test_fully_sharded_modules(rank: Rank, outer: str) -> None:
+def test_fully_sharded_modules(rank: Rank) -> None:
     """Units of the other front end become plain parameters inside as well, with gradients that can be changed."""
     model = built()
     reference = copy.deepcopy(model)
     for block in model.blocks:
         fully_shard(block, mesh=rank.mesh)
-    model = fully_shard(model, mesh=rank.mesh) if outer == "fully_shard" else FSDP(model, use_orig_params=True)
+    model = FSDP(model, use_orig_params=True)
     both_backward(rank, model, reference)
-    with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=outer == "wrapper"):
+    with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=True):
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
         assert_models_equal(model, reference, grads=True, **CLOSE)
-        edit(model)
-        for parameter in model.parameters():
-            parameter.grad.mul_(2)
-    edit(reference)
-    for parameter in reference.parameters():
-        parameter.grad.mul_(2)
+    for module, block in ((model, FSDP.summon_full_params(model, with_grads=True)), (reference, torch.no_grad())):
+        with block:
+            edit(module)
+            for parameter in module.parameters():
+                parameter.grad.mul_(2)
     assert_full(model, reference, grads=True, **CLOSE)
 
 
@@ -342,6 +312,8 @@ def test_nested(rank: Rank) -> None:
         for again in (model, inner):
             with pytest.raises(PhaseError, match="is unsharded"), FSDP.summon_full_params(again):
                 pass
+        with pytest.raises(PhaseError, match="summon_full_params"):
+            model.state_dict()
         assert_models_equal(model, reference)  # the outer block goes on
     with FSDP.summon_full_params(model, recurse=False), FSDP.summon_full_params(inner, recurse=False):
         assert_equal(inner.module.up.weight.detach(), reference.blocks[0].up.weight.detach(), "inner")
@@ -351,14 +323,13 @@ def test_nested(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
 def test_in_forward_and_backward(rank: Rank, strategy: ShardingStrategy) -> None:
-    """In forward and in backward it is refused on all ranks, and the step comes to its end.
-
-    A backward through units that are unsharded is refused on all ranks, and the next step is right.
-    """
+    """In a step it is refused on all ranks, and so is a backward inside; the step comes to its end."""
     model, reference = wrapped(rank, strategy)
     errors: list[BaseException] = []
 
     def ask(*_: Any) -> None:
+        with pytest.raises(PhaseError, match="middle of a step"):
+            model.state_dict()
         with pytest.raises(PhaseError, match="middle of a step") as caught, FSDP.summon_full_params(model):
             pass
         errors.append(caught.value)
@@ -382,11 +353,7 @@ def test_in_forward_and_backward(rank: Rank, strategy: ShardingStrategy) -> None
 @on_ranks(2)
 @pytest.mark.parametrize(("orig", "ran"), [(False, True), (True, False)])
 def test_running_units_inside(rank: Rank, orig: bool, ran: bool) -> None:
-    """Running a model while a unit of it is unsharded is refused; afterwards parameters are as before.
-
-    What looks at the model may be called inside. Methods of the wrapped module run under ``recurse=False``, while
-    units below gather for themselves.
-    """
+    """Running unsharded units with gradients is refused; looking at them is not, nor is ``recurse=False``."""
     model, reference = wrapped(rank, use_orig_params=orig)
     if ran:
         backward(rank, model)
@@ -451,11 +418,11 @@ def test_running_on_the_copies(rank: Rank, mixed: bool) -> None:
     model = FSDP(model, mixed_precision=precision)
     x = torch.randn(3, DIM)
     with record() as seen, FSDP.summon_full_params(model, writeback=False):
-        gathered = len(seen)
+        collectives = len(seen)
         with torch.no_grad():
             for run in (model, model.module):
                 assert_equal(run(x), reference(x), "output")
-        assert len(seen) == gathered
+        assert len(seen) == collectives
         with pytest.raises(PhaseError, match="cannot run inside summon_full_params"):
             model(x)
     with torch.no_grad(), FSDP.summon_full_params(model, writeback=False, rank0_only=True):

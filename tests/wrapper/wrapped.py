@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import front_ends
 import models
@@ -17,7 +18,7 @@ from checkpoint import optimizers
 from compare import assert_equal, fqn_of
 from front_ends import assert_same_gradients, assert_same_values, gathered
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy
+from fullshard import ShardingStrategy, StateDictType
 from fullshard.engine.ownership import unit_of
 from fullshard.wrap import ModuleWrapPolicy
 from models import LossOf, square_loss
@@ -28,6 +29,7 @@ DIM = 5
 PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 FULL, GRAD_OP, NO_SHARD = PLAIN
+WHOLE, SHARDED, LOCAL = (StateDictType[f"{form}_STATE_DICT"] for form in ("FULL", "SHARDED", "LOCAL"))
 both_forms = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 
 
@@ -169,10 +171,39 @@ def check_steps(rank: Rank, model: nn.Module, reference: nn.Module, steps: int =
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Require that parameters and gradients, gathered, are the reference's."""
+    """Require that unsharded parameters and gradients are the reference's."""
     tolerance = tolerance or CLOSE
     assert_same_values(model, reference, **tolerance)
     assert_same_gradients(model, reference, **tolerance)
+
+
+# -------------------------------------------------------------------- state dicts
+
+
+def save(model: nn.Module, form: StateDictType, config: Any = None, **arguments: Any) -> Any:
+    """The state dict in a form."""
+    with FSDP.state_dict_type(model, form, config):
+        return model.state_dict(**arguments)
+
+
+def load(model: nn.Module, state: Any, form: StateDictType, **arguments: Any) -> Any:
+    """Load a state dict of a form; the names that were missing and unexpected."""
+    with FSDP.state_dict_type(model, form):
+        return model.load_state_dict(state, **arguments)
+
+
+def whole(state: Any) -> Any:
+    """The same with all of each sharded tensor."""
+    if isinstance(state, dict):
+        return {name: whole(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(whole(value) for value in state)
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 # -------------------------------------------------------------------- comparison
@@ -206,7 +237,7 @@ def assert_states_close(actual: Any, expected: Any, *, exact: bool = False) -> N
 
 
 def assert_freed(model: nn.Module) -> None:
-    """Require that no unit holds memory for full parameters."""
+    """Require that no unit holds memory for unsharded parameters."""
     assert gathered(model) == []
 
 
@@ -219,18 +250,18 @@ def on_cpu(state: Any) -> Any:
     return state.detach().cpu() if isinstance(state, torch.Tensor) else state
 
 
-def joined(rank: Rank, piece: torch.Tensor) -> torch.Tensor:
-    """The 1-D pieces of all ranks, one after another: what a parameter's elements are without any help of ours."""
-    pieces: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(pieces, piece.detach().clone().cpu())
-    return torch.cat([other.flatten() for other in pieces]).to(piece.device)
+def joined(rank: Rank, shard: torch.Tensor) -> torch.Tensor:
+    """The 1-D shards of all ranks, one after another: the elements of a parameter, without any help of ours."""
+    shards: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(shards, shard.detach().clone().cpu())
+    return torch.cat([other.flatten() for other in shards]).to(shard.device)
 
 
 def raised_everywhere(rank: Rank, error: BaseException | None) -> None:
     """Require the same type of error, with the same words, on all ranks."""
-    told: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(told, None if error is None else (type(error).__name__, str(error).split(" at 0x")[0]))
-    assert None not in told and set(told) == {told[0]}, told
+    raised: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(raised, None if error is None else (type(error).__name__, str(error).split(" at 0x")[0]))
+    assert None not in raised and set(raised) == {raised[0]}, raised
 
 
 def edit(model: nn.Module, factor: float = 2.0) -> None:
@@ -258,8 +289,8 @@ def slice_of(tensors: Sequence[torch.Tensor], rank: Rank) -> torch.Tensor:
     return concatenated(tensors, rank.world_size).chunk(rank.world_size)[rank.rank]
 
 
-def pieces_of(tensors: Sequence[torch.Tensor], rank: Rank) -> list[torch.Tensor]:
-    """This rank's piece of each tensor, 1-D, maybe empty."""
+def shards_of(tensors: Sequence[torch.Tensor], rank: Rank) -> list[torch.Tensor]:
+    """This rank's shard of each tensor, 1-D, maybe empty."""
     marked = [torch.full_like(t, i + 1.0, dtype=torch.float64) for i, t in enumerate(tensors)]
     values, owners = slice_of(tensors, rank), slice_of(marked, rank)
     return [values[owners == i + 1.0] for i in range(len(tensors))]
@@ -269,44 +300,29 @@ def pieces_of(tensors: Sequence[torch.Tensor], rank: Rank) -> list[torch.Tensor]
 
 
 class Snapshot(NamedTuple):
-    """What a module was."""
+    """What a module was: its modules with the names of their attributes, and its tensors with their values."""
 
-    modules: dict[str, nn.Module]
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
-    values: dict[str, torch.Tensor]
-    trainable: dict[str, bool]
-    attributes: dict[str, set[str]]  # of each module
+    modules: dict[str, tuple[nn.Module, set[str]]]
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor, bool]]
 
     @classmethod
     def of(cls, module: nn.Module) -> Snapshot:
         """What ``module`` is."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        buffers = dict(module.named_buffers(remove_duplicate=False))
+        modules = module.named_modules(remove_duplicate=False)
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         return cls(
-            dict(module.named_modules(remove_duplicate=False)),
-            parameters,
-            buffers,
-            {name: value.detach().clone() for name, value in (*parameters.items(), *buffers.items())},
-            {name: parameter.requires_grad for name, parameter in parameters.items()},
-            {name: set(m.__dict__) for name, m in module.named_modules(remove_duplicate=False)},
+            {name: (each, set(each.__dict__)) for name, each in modules},
+            {name: (tensor, tensor.detach().clone(), tensor.requires_grad) for name, tensor in tensors},
         )
 
     def assert_unchanged(self, module: nn.Module) -> None:
         """Require ``module`` to be the same: objects, names and order, values, and no unit anywhere."""
         now = Snapshot.of(module)
         assert list(now.modules.items()) == list(self.modules.items())
-        assert now.attributes == self.attributes
-        assert list(now.trainable.items()) == list(self.trainable.items())
-        assert list(now.parameters) == list(self.parameters) and list(now.buffers) == list(self.buffers)
-        for name, value in self.values.items():
-            held = {**self.parameters, **self.buffers}[name]
-            assert {**now.parameters, **now.buffers}[name] is held, name
-            assert held.stride() == value.stride() or value.is_meta, name
-            if value.is_meta:
-                assert held.is_meta and held.shape == value.shape
-            else:
-                assert_equal(held.detach(), value, name)
-        for name, parameter in now.parameters.items():
-            assert type(parameter) is nn.Parameter and parameter.is_leaf, name
-        assert [name for name, m in now.modules.items() if unit_of(m) is not None] == []
+        assert list(now.tensors) == list(self.tensors)
+        for name, (held, value, trainable) in self.tensors.items():
+            tensor = now.tensors[name][0]
+            assert tensor is held and tensor.requires_grad is trainable and tensor.is_leaf, name
+            assert type(tensor) in (nn.Parameter, torch.Tensor) and tensor.stride() == value.stride(), name
+            assert_equal(tensor.detach(), value, name)
+        assert all(unit_of(each) is None for each in module.modules())
