@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fullshard
 from checkpoint.kinds import Model, adam, build, shared_folder, train
 from compare import assert_equal
-from fullshard.checkpoint.key_map import top_level, with_prefixes
+from fullshard.checkpoint.key_map import with_prefixes
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
@@ -171,8 +171,3 @@ def test_prefixes() -> None:
     assert with_prefixes(["w"], {"": "model"}) == {"model.w": "w"}
     with pytest.raises(CheckpointError, match=r"both become 'model\.w'"):
         with_prefixes(["a.w", "b.w"], {"a": "model", "b": "model"})
-
-
-def test_top_level_keys_in_errors() -> None:
-    """The first parts of keys, with how many keys begin with each."""
-    assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"

@@ -232,14 +232,13 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_every_flipped_bit_is_noticed() -> None:
     """A flip of any bit of the file, also of its first line, is refused."""
-    data = bytearray(to_json(small()))
+    data = to_json(small())
     for position in range(len(data)):
         for bit in (0, 5):
-            data[position] ^= 1 << bit
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
             with pytest.raises(CheckpointError):
-                from_json(bytes(data), "i")
-            data[position] ^= 1 << bit
-    assert to_json(from_json(bytes(data), "i")) == data
+                from_json(bytes(flipped), "i")
 
 
 def test_every_cut_is_noticed() -> None:

@@ -68,12 +68,6 @@ def test_every_element_is_written_once(shapes: list[tuple[int, ...]], shards: in
     assert sorted(found) == wanted
 
 
-def test_slices_of_a_flat_buffer() -> None:
-    """Parts that end anywhere in a row are told apart by where they begin."""
-    by_rank = [[(0, region) for region in regions_of_range((4, 3), start, 4)] for start in (0, 4, 8)]
-    assert written(divided([(4, 3)], by_rank), by_rank) == by_rank
-
-
 def test_replicas_share_the_work() -> None:
     """What ranks are known to have in common is spread by size; what they merely both have is the first rank's."""
     by_rank = [[(i, Region((0,), (10,))) for i in range(4)]] * 2
@@ -127,3 +121,10 @@ def test_what_does_not_make_a_tensor_is_refused(regions: list[Region], match: st
     """Holes, overlaps and parts outside of the shape are errors that name the tensor."""
     with pytest.raises(CheckpointError, match=match):
         divided([(4, 4)], [[(0, region)] for region in regions])
+
+
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 13), (12, 1), (0, -1)])
+def test_a_range_beyond_the_tensor_is_refused(start: int, numel: int) -> None:
+    """Elements that are not there are an error that names the shape."""
+    with pytest.raises(ValueError, match=r"out of bounds for shape \(4, 3\)"):
+        regions_of_range((4, 3), start, numel)
