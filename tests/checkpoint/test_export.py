@@ -172,7 +172,7 @@ def test_failure_of_one_rank_fails_all(rank: Rank, odd: int, error: Exception | 
     messages: list[str] = [""] * rank.world_size
     dist.all_gather_object(messages, str(caught.value))
     assert set(messages) == {messages[0]}
-    dist.barrier()  # the rank that writes tidies up after it has told the others
+    dist.barrier()  # the rank that writes tidies up after the others have raised
     assert os.listdir(folder) == [SINGLE_NAME]
     assert Path(folder, SINGLE_NAME).stat().st_mtime_ns == before
     dist.barrier()

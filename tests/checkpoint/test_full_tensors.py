@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint.kinds import KINDS, Model, build, reference, shared_folder
+from checkpoint.kinds import KINDS, Model, build, reference
 from compare import assert_equal
 from front_ends import COMPOSABLE, FLAT, FrontEnd, each_front_end, sharded_with_reference, unwrapped
 from front_ends import build as build_model
@@ -83,7 +84,7 @@ def test_an_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, kind: str
 def test_one_tensor_is_alive_at_a_time(rank: Rank, front_end: FrontEnd) -> None:
     """Memory of a tensor goes with it, unless the caller keeps it.
 
-    A thread of the back end may hold what has just been gathered for a moment longer.
+    A thread of the back end may hold the result of an all-gather for a moment longer.
     """
     model, plain = sharded_with_reference(front_end, rank, build_model(Mlp, 64, 129, 64, 129, 64))
     sizes = [p.shape.numel * 4 for unit in nested_units(model) for p in unit.parameters]
@@ -120,7 +121,7 @@ def test_values_are_those_of_the_shards(rank: Rank) -> None:
 
 @on_ranks(2)
 @each_front_end
-def test_parts_of_wrappers_and_units_are_whole(rank: Rank, front_end: FrontEnd) -> None:
+def test_parts_of_wrappers_and_units_are_whole(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     """What is inside of a wrapper, or in the middle of a unit, finds the unit, also if its wrapper is gone."""
     torch.manual_seed(rank.rank)
     model, plain = sharded_with_reference(front_end, rank, build_model(Language), ["blocks.0"])
@@ -128,7 +129,7 @@ def test_parts_of_wrappers_and_units_are_whole(rank: Rank, front_end: FrontEnd) 
     model(tokens(rank.rank, 0, 2, 3)).sum().backward()
     optimizer.step()
     whole = dict(full_tensors(model))
-    inner, folder = unwrapped(model), shared_folder(rank)
+    inner = unwrapped(model)
     for number, name in enumerate(["", "blocks", "blocks.1", "blocks.0", "head", "head"]):
         if number == 5:
             del model, optimizer
@@ -137,16 +138,16 @@ def test_parts_of_wrappers_and_units_are_whole(rank: Rank, front_end: FrontEnd) 
         part = part if front_end.composable else getattr(part, "module", part)
         expected = {n.removeprefix(f"{name}."): v for n, v in whole.items() if n.startswith(name)}
         assert_equal(dict(full_tensors(part)), expected, name)
-        save(folder / str(number), part, *([optimizer] if not name else []))
+        save(tmp_path / str(number), part, *([optimizer] if not name else []))
         shapes = {tuple(value.shape) for value in expected.values()}
         with torch.no_grad(), unsharded(part):
             assert {tuple(p.shape) for p in part.parameters()} == shapes
         with FSDP.summon_full_params(part):
             assert {tuple(p.shape) for p in part.parameters()} == shapes
         target = plain.get_submodule(name)
-        load(folder / str(number), target)
+        load(tmp_path / str(number), target)
         assert_equal(dict(target.state_dict()), expected, f"loaded {name}")
-        load(folder / str(number), part)
+        load(tmp_path / str(number), part)
 
 
 @on_ranks(2)

@@ -36,8 +36,8 @@ def entries(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def save(path: Path, saved: dict[str, Any], form: str = "fullshard", **options: Any) -> Path:
-    if form == "fullshard":
+def save(path: Path, saved: dict[str, Any], writer: str = "fullshard", **options: Any) -> Path:
+    if writer == "fullshard":
         write(path, saved, **options)
         return path
     with warnings.catch_warnings():
@@ -47,7 +47,7 @@ def save(path: Path, saved: dict[str, Any], form: str = "fullshard", **options: 
 
 
 @pytest.fixture(params=["fullshard", "torch"])
-def form(request: pytest.FixtureRequest) -> str:
+def writer(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -57,10 +57,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "_PART", 250)
 
 
-def test_what_is_there(tmp_path: Path, form: str) -> None:
+def test_what_is_there(tmp_path: Path, writer: str) -> None:
     """Names, shapes, dtypes and contents of tensors and values, whole and in parts; nothing is damaged."""
     saved = entries()
-    save(tmp_path, saved, form)
+    save(tmp_path, saved, writer)
     with open_checkpoint(tmp_path) as checkpoint:
         assert sorted(checkpoint.names) == sorted(key for key in saved if key != "extra.note")
         for name in checkpoint.names:
@@ -106,10 +106,10 @@ def test_verify_torchs_format(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- export
 
 
-def test_export_to_one_file(tmp_path: Path, form: str) -> None:
+def test_export_to_one_file(tmp_path: Path, writer: str) -> None:
     """The tensors with the prefix, without it, as safetensors reads them; the folder is made."""
     saved = entries()
-    save(tmp_path / "c", saved, form)
+    save(tmp_path / "c", saved, writer)
     out = tmp_path / "new" / "x.safetensors"
     assert export(tmp_path / "c", out) == [out]
     found = load_file(out)
@@ -132,10 +132,10 @@ def test_export_converts(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "y.safetensors")) == ["w.exp_avg"]
 
 
-def test_export_to_the_hugging_face_layout(tmp_path: Path, form: str) -> None:
+def test_export_to_the_hugging_face_layout(tmp_path: Path, writer: str) -> None:
     """Numbered files of at most the size, and an index; a later export replaces them."""
     saved = entries()
-    save(tmp_path / "c", saved, form)
+    save(tmp_path / "c", saved, writer)
     out = tmp_path / "out"
     files = export(tmp_path / "c", out, max_shard_bytes=6000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]

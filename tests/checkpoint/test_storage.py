@@ -1,4 +1,4 @@
-"""What is written, where, and read again: every dtype, layout and cut; and kills and full disks lose nothing."""
+"""What is written, where, and read again: every dtype, layout and placement; and kills and full disks lose nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint.contents import flip, index_of, read, write
-from checkpoint.kinds import shared_folder
 from compare import assert_equal as assert_equal_named
 from fullshard import CheckpointError
 from fullshard.checkpoint.format import files, host, writer
@@ -142,30 +141,29 @@ def test_parts_of_large_shards(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_any_cut_is_loaded_into_any_other(rank: Rank) -> None:
+def test_any_placement_is_loaded_into_any_other(rank: Rank, tmp_path: Path) -> None:
     """Row shards, column shards, replicas and plain tensors, uneven and with empty shards, each loaded as each."""
-    cuts = [(Shard(0),), (Shard(1),), (Replicate(),), None]
+    placements = [(Shard(0),), (Shard(1),), (Replicate(),), None]
     wholes = {"w": numbered(7, 5), "small": numbered(1, 3), "long": numbered(BLOCK // 16 + 100, 8)}
 
-    def cut(tensor: torch.Tensor, how: Any) -> torch.Tensor:
+    def placed(tensor: torch.Tensor, how: Any) -> torch.Tensor:
         return tensor.clone() if how is None else distribute_tensor(tensor, rank.mesh, how, src_data_rank=None)
 
-    folder = shared_folder(rank)
-    for number, how in enumerate(cuts):
-        path = folder / str(number)
-        write(path, {"w": cut(wholes["w"], how)})
-        write(path, {key: cut(whole, how) for key, whole in wholes.items()}, about={"step": 1})  # replaces the first
-        for other in cuts:
-            targets = {key: cut(torch.zeros_like(whole), other) for key, whole in wholes.items()}
+    for number, how in enumerate(placements):
+        path = tmp_path / str(number)
+        write(path, {"w": placed(wholes["w"], how)})
+        write(path, {key: placed(whole, how) for key, whole in wholes.items()}, about={"step": 1})  # replaces the first
+        for other in placements:
+            targets = {key: placed(torch.zeros_like(whole), other) for key, whole in wholes.items()}
             read(path, targets)
             for key, target in targets.items():
                 full = target.full_tensor() if isinstance(target, DTensor) else target
                 assert_equal(full, wholes[key])
     dist.barrier()
-    for number in range(len(cuts)):  # what ranks hold in common is written once, and only the last save is there
-        index = index_of(folder / str(number))
+    for number in range(len(placements)):  # what ranks hold in common is written once, and only the last save is there
+        index = index_of(tmp_path / str(number))
         assert index["about"] == {"step": 1}
-        there = {file.name: file.stat().st_size for file in (folder / str(number)).iterdir()}
+        there = {file.name: file.stat().st_size for file in (tmp_path / str(number)).iterdir()}
         assert there.keys() == {INDEX_FILE, *(name for name, *_ in index["files"])}
         total = sum(whole.nbytes for whole in wholes.values())
         assert total < sum(size for name, size in there.items() if name != INDEX_FILE) < total + 10_000
@@ -255,13 +253,12 @@ def raising(*_: object, **__: object) -> None:
 
 
 @on_ranks(2)
-def test_a_save_that_fails_on_one_rank_leaves_nothing(rank: Rank) -> None:
+def test_a_save_that_fails_on_one_rank_leaves_nothing(rank: Rank, tmp_path: Path) -> None:
     """Whichever step fails on whichever rank: all ranks remove what they wrote, and the checkpoint stays."""
-    folder = shared_folder(rank)
     contents = {"a": distribute_tensor(numbered(4), rank.mesh, [Shard(0)])}
-    write(folder, contents)
+    write(tmp_path, contents)
     dist.barrier()
-    before = {file.name for file in folder.iterdir()}
+    before = {file.name for file in tmp_path.iterdir()}
     steps: list[tuple[Any, str, int]] = [(writer, "write_entries", 0), (writer, "write_entries", 1)]
     steps += [(writer, "to_json", 0), (Folder, "sync", 1), (Folder, "replace", 0)]
     for where, what, failing in steps:
@@ -269,17 +266,17 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing(rank: Rank) -> None:
             if rank.rank == failing:
                 patch.setattr(where, what, raising)
             with pytest.raises(CheckpointError, match="No space left"):
-                write(folder, contents)
+                write(tmp_path, contents)
         dist.barrier()
-        there = {file.name for file in folder.iterdir()}
+        there = {file.name for file in tmp_path.iterdir()}
         if what == "replace":  # which may have happened: the next save removes what this one has written
             assert len(there - before) == 2
         else:
             assert there == before, what
         dist.barrier()
-    write(folder, contents)
+    write(tmp_path, contents)
     dist.barrier()
-    assert len(list(folder.iterdir())) == len(before)
+    assert len(list(tmp_path.iterdir())) == len(before)
 
 
 def test_a_save_that_fails_after_it_was_committed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

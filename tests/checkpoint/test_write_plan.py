@@ -37,7 +37,7 @@ def written(write_plan: WritePlan, by_rank: Sequence[Regions]) -> list[list[tupl
 
 
 def rows_of(shape: tuple[int, ...], ranks: int, rank: int, dim: int = 0) -> Region:
-    """A rank's part of a tensor that is cut on a dim."""
+    """A rank's shard of a tensor that is sharded on a dim."""
     start, size = chunk_of(shape[dim], ranks, rank)
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, size
@@ -52,7 +52,7 @@ def rows_of(shape: tuple[int, ...], ranks: int, rank: int, dim: int = 0) -> Regi
 )
 @settings(max_examples=60, deadline=None)
 def test_every_element_is_written_once(shapes: list[tuple[int, ...]], shards: int, copies: int, dim: int) -> None:
-    """Of tensors cut on any dim, with replicas, the parts written are all elements, none twice."""
+    """Of tensors sharded on any dim, with replicas, the regions written are all elements, none twice."""
     by_rank = [
         [(i, rows_of(shape, shards, rank % shards, min(dim, len(shape) - 1))) for i, shape in enumerate(shapes)]
         for rank in range(shards * copies)

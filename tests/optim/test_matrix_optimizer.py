@@ -81,7 +81,7 @@ def stack_of(count: int, rows: int = 6, columns: int = 4, wrapped: bool = False)
 
 
 class Holder(nn.Module):
-    """Parameters whose loss is told which of them it is about."""
+    """Parameters; the loss is of those that are asked for."""
 
     def __init__(self, parameters: nn.ParameterList) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python tests/checkpoint/stored/write.py FOLDER NAME
 
 adds ``FOLDER/NAME/fully_shard``, ``FOLDER/NAME/flat`` and ``FOLDER/NAME/torch``, each with what it holds in
-``expected.safetensors``: whole tensors, gathered without the code under test. Checkpoints are added for each new
+``expected.safetensors``: whole tensors, unsharded without the code under test. Checkpoints are added for each new
 format; those that are there stay as they are.
 """
 
