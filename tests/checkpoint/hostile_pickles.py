@@ -97,7 +97,6 @@ def nested(count: int) -> bytes:
     return pickle.EMPTY_TUPLE + pickle.TUPLE1 * count
 
 
-FORGED = (text("a"), pickle.NONE, pickle.NONE, number(8), number(1), number(0))
 FIELDS = (
     pickle.EMPTY_DICT
     + text("f")
@@ -109,17 +108,10 @@ ATTACKS: dict[str, bytes] = {
     "array of objects": array(dtype("O8", "|"), group(number(1)), data(b"\x41" * 8)),
     "array of structures": array(VOID, group(number(1)), data(b"\x41" * 8)),
     "structure": call("numpy._core.multiarray.scalar", VOID, data(b"\x41" * 8)),
-    "void": call("numpy._core.multiarray.scalar", dtype("V8", "|"), data(b"\x41" * 8)),
-    "state of another dtype": array(
-        built(dtype("f8"), number(3), text("|"), *FORGED), group(number(1)), data(b"A" * 8)
-    ),
-    "a class of dtypes": built(call("numpy.dtypes.VoidDType", number(8)), number(3), text("|"), *FORGED),
-    "strings of numpy 2": call("numpy.dtypes.StringDType"),
     "number of other bytes": call("numpy._core.multiarray.scalar", dtype("f8"), data(b"abc")),
     "text that is none": array(dtype("U1"), group(number(1)), data(b"\xff" * 4)),
     "array without its bytes": array(dtype("f8"), group(number(HUGE)), data(b"")),
     "array of negative size": array(dtype("f8"), group(number(-2)), data(b"\x41" * 8)),
-    "empty array": call("numpy.ndarray", group(number(HUGE >> 6))),
     "tensor beyond its storage": tensor(0, [5], [1]),
     "tensor behind its storage": tensor(4, [1], [1]),
     "tensor before its storage": tensor(-1, [1], [1]),
@@ -133,22 +125,8 @@ ATTACKS: dict[str, bytes] = {
     "storage that is missing": tensor(0, [2], [1], storage(key="1")),
     "storage of no name": tensor(0, [2], [1], storage(key="../0")),
     "quantized": tensor(0, [16], [1], storage("torch.QUInt8Storage", numel=16)),
-    "state of a tensor": built(tensor(0, [4], [1]), storage(), number(0), group(number(HUGE)), group(number(1))),
-    "a tensor without a storage": call("torch.FloatTensor", number(HUGE)),
-    "memory that is not zeroed": call("torch.storage.UntypedStorage", number(HUGE)),
-    "an object of a storage": name("torch.storage.UntypedStorage") + group(number(HUGE)) + pickle.NEWOBJ,
     "bytes of a size": call("builtins.bytearray", number(HUGE)),
-    "a pickle in a pickle": call("torch.storage._load_from_bytes", data(torch_saved(1))),
-    "sparse": call("torch._utils._rebuild_sparse_tensor", name("torch.float32"), group(tensor(0, [4], [1]))),
-    "nested tensor": call("torch._utils._rebuild_nested_tensor", *[tensor(0, [4], [1])] * 4),
-    "a class": call("torch._tensor._rebuild_from_type_v2", name("torch.Size"), name("torch.Tensor"), group(), group()),
-    "DTensor": call("torch.distributed.tensor._dtensor_spec.DTensorSpec", pickle.NONE, group()),
     "codec": call("_codecs.encode", text("a" * 100), text("bz2")),
-    "function as data": name("_codecs.encode"),
-    "class as data": name("numpy.dtype"),
-    "function with attributes": name("_codecs.encode") + as_key(text("x")) + pickle.BUILD,
-    "method of an object": call("collections.OrderedDict") + as_key(text("items")) + pickle.BUILD,
-    "call of a device": call("torch.device", text("cpu")) + group(name("_codecs.encode")) + pickle.REDUCE,
     "extension": pickle.EXT1 + b"\1",
     "instance": pickle.MARK + pickle.INST + b"os\nsystem\n",
     "long integer": pickle.LONG4 + (1 << 30).to_bytes(4, "little") + b"\1",
@@ -167,16 +145,14 @@ ATTACKS: dict[str, bytes] = {
     "no mark": pickle.TUPLE,
     "an endless text of no end": text("x" * 10**6) + pickle.REDUCE,
 }
+DCP = "torch.distributed.checkpoint"
 NAMES = [
-    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex"),
-    *("builtins.bytearray", "builtins.bytes", "torch.Size", "torch.device", "torch.float32", "torch.uint16"),
-    *("torch.FloatStorage", "torch.ByteStorage", "torch.storage.UntypedStorage", "torch._utils._rebuild_tensor_v2"),
-    *("torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter", "numpy.dtype", "numpy.ndarray"),
-    *("numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct", "torch.Tensor", "torch.FloatTensor"),
-    *("torch.nn.parameter.Parameter", "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_sparse_tensor"),
-    *(f"torch.distributed.checkpoint.metadata.{each}" for each in ("Metadata", "MetadataIndex", "TensorProperties")),
-    *(f"torch.distributed.checkpoint.metadata.{each}" for each in ("TensorStorageMetadata", "ChunkStorageMetadata")),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *("collections.OrderedDict", "_codecs.encode", "builtins.set", "builtins.bytearray", "torch.Size", "torch.device"),
+    *("torch.float32", "torch.uint16", "torch.FloatStorage", "torch.storage.UntypedStorage", "torch.FloatTensor"),
+    *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "torch.nn.parameter.Parameter"),
+    *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
+    *(f"{DCP}.metadata.{each}" for each in ("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata")),
+    *(f"{DCP}.metadata.TensorStorageMetadata", f"{DCP}.filesystem._StorageInfo"),
 ]
 PARTS = [  # what random pickles are put together from; later ones need something on the stack
     *(number(each) for each in (0, 1, 2, 4, 16, 1 << 31, 1 << 62, HUGE, -1)),
@@ -207,19 +183,9 @@ def wrapped(program: bytes, content: bytes = STORAGE) -> bytes:
 
 def good() -> list[bytes]:
     """Pickles of everything that a value may have."""
-    values = [
-        np.arange(4.0),
-        np.float32(2),
-        np.array(["a", "bc"]),
-        {"a": {1, 2}, (1, 2): b"xyz"},
-    ]
+    values = [np.arange(4.0), np.float32(2), np.array(["a", "bc"]), {"a": {1, 2}, (1, 2): b"xyz"}, random.getstate()]
     values += [Counter("aab"), OrderedDict(a=1j), torch.Size([2]), torch.device("cpu"), torch.int8, bytearray(b"abc")]
-    values += [
-        torch.zeros(2, 2),
-        torch.zeros(8, dtype=torch.uint16),
-        torch.nn.Parameter(torch.ones(4)),
-        random.getstate(),
-    ]
+    values += [torch.zeros(2, 2), torch.zeros(8, dtype=torch.uint16), torch.nn.Parameter(torch.ones(4))]
     return [zipfile.ZipFile(io.BytesIO(torch_saved(value))).read("archive/data.pkl") for value in values]
 
 
@@ -261,11 +227,6 @@ def check_data(found: Any, size: int) -> None:
     repr(found)
 
 
-def check_message(message: str) -> None:
-    """Raise unless an error is short."""
-    assert len(message) < 700, message[:1000]
-
-
 def read_all(program: bytes, folder: Folder) -> int:
     """Read a pickle in all ways; return how often it was read, checked to be data, and not refused."""
     whole = wrapped(program)
@@ -279,7 +240,7 @@ def read_all(program: bytes, folder: Folder) -> int:
             read()
             accepted += 1
         except CheckpointError as error:
-            check_message(str(error))
+            assert len(str(error)) < 700, str(error)[:1000]  # noqa: PT017
     return accepted
 
 

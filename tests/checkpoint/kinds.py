@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fullshard.ragged  # noqa: F401 # adds the layout
 from fullshard import FullyShardedDataParallel as FSDP
@@ -36,11 +38,15 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
         self.one = nn.Parameter(torch.ones(1))
         self.register_buffer("counts", torch.arange(4))
-        self.register_buffer("fleeting", torch.zeros(3), persistent=False)
+        self.register_buffer("fleeting", torch.full((3,), 7.0), persistent=False)
         with torch.no_grad():
             for value in (*self.parameters(), self.norm.running_mean, self.norm.running_var):
-                value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+                value.copy_(torch.rand(value.shape, generator=generator, device="cpu") + 0.5)
             self.counts += seed
+
+    def reset_parameters(self) -> None:
+        """Make what no file has."""
+        self.fleeting.fill_(7)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -74,6 +80,7 @@ KINDS: dict[str, Callable[[Rank, Model], nn.Module]] = {
     "plain": lambda rank, model: model,
     "ddp": lambda rank, model: nn.parallel.DistributedDataParallel(model),
     "fully_shard": _fully,
+    "columns": lambda rank, model: _fully(rank, model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None),
     "hybrid": lambda rank, model: _fully(rank, model, 2, rank.world_size // 2),
     "ragged": lambda rank, model: _fully(rank, model, layout="ragged"),
     "ragged rows": lambda rank, model: _fully(rank, model, 2, rank.world_size // 2, layout="ragged", granularity="row"),
@@ -118,9 +125,7 @@ def reference(seed: int = 0) -> Values:
 
 
 def shared_folder(rank: Rank) -> Path:
-    """A new folder that all ranks know; ``pytest``'s fixtures do not reach bodies. Removed with the first rank's."""
-    import tempfile
-
+    """A new folder that all ranks know."""
     names = [tempfile.mkdtemp(prefix="fullshard-test-") if rank.rank == 0 else None]
     dist.broadcast_object_list(names, src=0)
     assert names[0] is not None

@@ -1,9 +1,8 @@
-"""Optimizers with all sorts of state, what they hold on an unsharded model, and how a reader would fill a target."""
+"""Optimizers with all sorts of state, and what they hold, whole and by names."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from compare import assert_close, assert_equal, fqn_of
-from fullshard.checkpoint.state.optimizer.state import optimizer_state, to_specs
-from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.engine.parameters.tensor_shards import TensorShards
 
 State = dict[str, dict[str, Any]]
@@ -51,15 +48,11 @@ class Custom(torch.optim.Optimizer):
 Make = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adam": lambda p, **more: torch.optim.Adam(p, lr=0.01, foreach=False, **more),
-    "adam_foreach": lambda p, **more: torch.optim.Adam(p, lr=0.01, foreach=True, amsgrad=True, **more),
     "adamw_fused": lambda p, **more: torch.optim.AdamW(p, lr=0.01, fused=True, **more),
-    "sgd": lambda p, **more: torch.optim.SGD(p, lr=0.01, momentum=0.9, **more),
     "plain_sgd": lambda p, **more: torch.optim.SGD(p, lr=0.01, **more),
     "adagrad": lambda p, **more: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1, **more),
-    "rmsprop": lambda p, **more: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True, **more),
     "nadam": lambda p, **more: torch.optim.NAdam(p, lr=0.01, **more),
     "asgd": lambda p, **more: torch.optim.ASGD(p, lr=0.01, **more),
-    "adadelta": lambda p, **more: torch.optim.Adadelta(p, lr=0.1, **more),
     "custom": lambda p, **more: Custom(p, **more),
 }
 
@@ -71,14 +64,6 @@ def groups_of(model: nn.Module, *, order: int = 1) -> list[dict[str, Any]]:
     small = [p for name, p in named if not name.endswith("weight")]
     groups = [{"params": found[::order], "mark": mark} for found, mark in ((big, "big"), (small, "small")) if found]
     return groups[::order]
-
-
-def in_one_group(saved: dict[str, Any]) -> dict[str, Any]:
-    """As if all groups had been marked alike: flat parameters mix them."""
-    saved = copy.deepcopy(saved)
-    for group in saved["param_groups"]:
-        group["mark"] = "all"
-    return saved
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -141,44 +126,3 @@ def assert_states_close(actual: Any, expected: Any, what: str = "state", *, exac
             assert_states_close(*pair, f"{what}[{index}]", exact=exact)
     else:
         assert_equal(actual, expected, what)
-
-
-def saved_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint has: whole tensors, by FQN, and the groups."""
-    tree = optimizer_state(model, optimizer)
-    clone = lambda value: value.clone() if isinstance(value, torch.Tensor) else value  # noqa: E731
-    return {"state": map_leaves(joined(tree["state"]), clone), "param_groups": tree["param_groups"]}
-
-
-def target_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], **options: Any
-) -> OptimizerTarget:
-    described = {fqn: to_specs(state) for fqn, state in saved["state"].items()}
-    return OptimizerTarget(model, optimizer, described, saved["param_groups"], **options)
-
-
-def fill(target: OptimizerTarget, saved: Mapping[str, Any]) -> None:
-    """As a reader does."""
-    for fqn, state in target.tree["state"].items():
-        fill_leaves(state, saved["state"][fqn])
-
-
-def fill_leaves(place: Any, value: Any) -> None:
-    if isinstance(place, TensorShards):
-        assert place.shape == value.shape and place.dtype == value.dtype
-        for region, local in place.shards:
-            local.copy_(value[tuple(slice(a, b) for a, b in zip(region.offsets, region.ends, strict=True))])
-    elif isinstance(place, torch.Tensor):
-        assert place.shape == value.shape and place.dtype == value.dtype
-        place.copy_(value)
-    elif isinstance(place, (dict, list, tuple)):
-        keys: Iterable[Any] = place if isinstance(place, dict) else range(len(place))
-        for key in keys:
-            fill_leaves(place[key], value[key])
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], **options: Any) -> None:
-    target = target_for(model, optimizer, saved, **options)
-    assert target.problems == []
-    fill(target, saved)
-    target.install()

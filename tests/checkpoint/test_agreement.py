@@ -1,21 +1,10 @@
-"""Comparison of values between ranks, and errors that all ranks raise."""
+"""Flags and values of all ranks of a group. tests/test_agreement_of_ranks.py has the errors that all ranks raise."""
 
 from __future__ import annotations
 
-import pytest
 import torch.distributed as dist
 
-from fullshard import CheckpointError, FullshardError
-from fullshard.ranks.agreement import (
-    any_rank,
-    compare,
-    gather,
-    gather_if_different,
-    list_ranks,
-    list_values,
-    raised_on_all,
-    who_differs,
-)
+from fullshard.ranks.agreement import any_rank, gather, gather_if_different, list_ranks, list_values
 from ranks import Rank, on_ranks
 
 
@@ -47,41 +36,6 @@ def test_values_by_global_rank(rank: Rank) -> None:
     for odd in members[1:]:
         expected = {member: "b" if member == odd else "a" for member in members}
         assert gather_if_different("b" if rank.rank == odd else "a", group) == expected
-
-
-@on_ranks(4)
-def test_different_values_raise_on_all(rank: Rank) -> None:
-    """Also on the ranks of groups that agree among themselves; equal values pass."""
-    groups = groups_of(rank)
-
-    def explain(found: dict[int, int]) -> Exception:
-        return CheckpointError(f"{who_differs(found)} in their values")
-
-    for odd in range(1, rank.world_size):
-        compare("same", groups, explain)
-        with pytest.raises(CheckpointError, match=r"rank \d differs from rank \d in their values"):
-            compare(int(rank.rank == odd), groups, explain)
-    compare("same", groups, explain)
-
-
-@on_ranks(1, 4)
-def test_failure_raises_on_all(rank: Rank) -> None:
-    """The rank that failed raises its error, and the others the same kind with its number."""
-    groups, last = groups_of(rank), rank.world_size - 1
-    for error, kind in ((ValueError("no"), ValueError), (OSError(28, "disk full"), FullshardError)):
-        expected = type(error) if rank.rank == last else kind
-
-        def body(error: Exception = error) -> None:
-            with raised_on_all(groups):
-                if rank.rank == last:
-                    raise error
-
-        with pytest.raises(expected) as caught:
-            body()
-        assert type(caught.value) is expected and str(error) in str(caught.value)
-        assert rank.rank == last or f"rank {last}: " in str(caught.value)
-    with raised_on_all(groups):
-        pass
 
 
 def test_lists_of_ranks_are_short() -> None:

@@ -1,4 +1,4 @@
-"""Export to safetensors files: every form of model, several files, one copy of everything, and failures on one rank."""
+"""Export to safetensors files: every kind of model, several files, one copy of everything, and failures on one rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from weight_models import FORMS, Net, build, form, full_state
 
+from checkpoint.kinds import KINDS, Model, build, reference
 from compare import assert_equal
 from fullshard import FullshardError, PhaseError, UnmaterializedParameterError, fully_shard, unsharded
 from fullshard.checkpoint.format import files
@@ -28,8 +28,6 @@ from fullshard.checkpoint.safetensors.importing import load_safetensors
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
-forms = pytest.mark.parametrize("name", FORMS)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
@@ -37,34 +35,23 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "weights" / "here")
 
 
-def loaded(folder: str) -> dict[str, torch.Tensor]:
-    """All tensors, as the safetensors package reads them."""
-    index = Path(folder, INDEX_NAME)
-    names = [SINGLE_NAME]
-    if index.exists():
-        assert not Path(folder, SINGLE_NAME).exists()
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        found |= load_file(Path(folder, name))
-    if index.exists():
-        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    return found
-
-
 def assert_exported(folder: str, expected: dict[str, torch.Tensor], files: int = 1) -> None:
-    """The folder has these tensors, tied ones once, and nothing else."""
+    """The safetensors package finds these tensors, tied ones once, and nothing else is in the folder."""
     dist.barrier()
-    names = sorted(os.listdir(folder))
-    if files == 1:
-        assert names == [SINGLE_NAME]
-    else:
-        shards = [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
-        assert names == sorted([*shards, INDEX_NAME])
-    found = loaded(folder)
+    names = [SINGLE_NAME] if files == 1 else [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
+    assert sorted(os.listdir(folder)) == sorted(names if files == 1 else [*names, INDEX_NAME])
+    found, places = {}, {}
+    for name in names:
+        tensors = load_file(Path(folder, name))
+        found |= tensors
+        places |= dict.fromkeys(tensors, name)
     assert set(found) == set(expected) - {"head.weight"}
     for fqn, value in found.items():
         assert_equal(value, expected[fqn].cpu(), fqn)
+    if files > 1:
+        index = json.loads(Path(folder, INDEX_NAME).read_text())
+        assert index["weight_map"] == places
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
     dist.barrier()
 
 
@@ -81,14 +68,11 @@ def note_writes(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return written
 
 
-@on_ranks(1, 4)
-@forms
-def test_every_form_writes_what_the_plain_model_has(rank: Rank, name: str, folder: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_writes_what_the_plain_model_has(rank: Rank, kind: str, folder: str) -> None:
     """The safetensors package reads the plain model's values; bytes are written by exactly one rank each."""
-    if name == "hybrid" and rank.world_size == 1:
-        pytest.skip("two axes need two ranks")
-    expected = full_state(build())
-    model = form(name, rank, build())
+    expected, model = reference(), build(rank, kind)
     with pytest.MonkeyPatch.context() as patch:
         written = note_writes(patch)
         export_safetensors(model, folder)
@@ -100,33 +84,33 @@ def test_every_form_writes_what_the_plain_model_has(rank: Rank, name: str, folde
     assert len(count) == sum(value.nbytes for fqn, value in expected.items() if fqn != "head.weight")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["columns", "wrapper"])
-def test_many_converted_files_with_an_index(rank: Rank, name: str, folder: str) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["columns", "flat"])
+def test_many_converted_files_with_an_index(rank: Rank, kind: str, folder: str) -> None:
     """Small files, each with at least one tensor, an index that the package agrees with, and texts in each of them.
 
     Floating-point tensors are in another dtype, rounded once, through a block smaller than a row. Tied parameters are
     written under their first name, and the metadata has the others.
     """
-    model = form(name, rank, build())
+    model = build(rank, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_io.ShardFileIO.__init__, "__defaults__", (8,))
         export_safetensors(model, folder, dtype=torch.bfloat16, max_shard_bytes=300, metadata={"step": "7"})
     files = set(json.loads(Path(folder, INDEX_NAME).read_text())["weight_map"].values())
-    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in full_state(build()).items()}
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in reference().items()}
     assert_exported(folder, expected, files=len(files))
     assert len(files) > 3
     for file in files:
         with safe_open(str(Path(folder, file)), "pt") as opened:
             texts = opened.metadata()
-            assert texts == {"format": "pt", "step": "7", "aliases": '{"head.weight": "words.weight"}'}
+            assert texts == {"format": "pt", "step": "7", "aliases": '{"head.weight": "embed.weight"}'}
             sizes = [opened.get_tensor(key).nbytes for key in opened.keys()]  # noqa: SIM118
             assert len(sizes) == 1 or sum(sizes) <= 300
 
 
 @on_ranks(4)
-def test_what_all_ranks_hold_is_written_by_all_in_turn(rank: Rank, folder: str) -> None:
-    """Replicated tensors are spread over the ranks by size."""
+def test_replicated_tensors_are_written_by_all_ranks_in_turn(rank: Rank, folder: str) -> None:
+    """They are spread over the ranks by size."""
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(16)))
     with pytest.MonkeyPatch.context() as patch:
         written = note_writes(patch)
@@ -137,8 +121,7 @@ def test_what_all_ranks_hold_is_written_by_all_in_turn(rank: Rank, folder: str) 
 @on_ranks(2)
 def test_an_export_replaces_the_one_before(rank: Rank, folder: str) -> None:
     """One file, many, fewer, and one again: each time the folder has the last export only, and other files stay."""
-    model = form("fully_shard", rank, build())
-    expected = full_state(build())
+    model, expected = build(rank, "fully_shard"), reference()
     if rank.rank == 0:
         os.makedirs(folder)
         Path(folder, ".model.safetensors.0123456789abcdef.tmp").touch()  # of an export that was killed
@@ -159,36 +142,19 @@ def test_an_export_replaces_the_one_before(rank: Rank, folder: str) -> None:
     dist.barrier()
 
 
-def hide_folder(patch: pytest.MonkeyPatch, rank: Rank) -> None:
-    """Let rank 1 not see the folder."""
-    if rank.rank == 1:
-        patch.setattr(files, "_LOOKS", 1)
-        patch.setattr(OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
-
-
-@on_ranks(2)
-def test_ranks_must_share_the_folder(rank: Rank, folder: str) -> None:
-    """If one does not see it, nothing is written, and the error says so on all ranks."""
-    model = form("fully_shard", rank, build())
-    with pytest.MonkeyPatch.context() as patch:
-        hide_folder(patch, rank)
-        with pytest.raises(CheckpointError, match=r"rank 1: .* does not see the folder .*full_tensors"):
-            export_safetensors(model, folder)
-    dist.barrier()  # the first rank tidies up after it has told the others
-    assert os.listdir(folder) == []
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("odd", "error", "says"),
     [
         (1, OSError(errno.ENOSPC, "No space left"), "model.safetensors cannot be written: .*No space left"),
         (0, MemoryError("none left"), "none left"),
+        (1, None, "does not see the folder .*full_tensors"),
     ],
+    ids=["disk", "memory", "folder"],
 )
-def test_failure_of_one_rank_fails_all(rank: Rank, odd: int, error: Exception, says: str, folder: str) -> None:
+def test_failure_of_one_rank_fails_all(rank: Rank, odd: int, error: Exception | None, says: str, folder: str) -> None:
     """The error is the same on all ranks and names rank and file; nothing of the export is left, and all goes on."""
-    model = form("fully_shard", rank, build())
+    model = build(rank, "fully_shard")
     export_safetensors(model, folder)
     before = Path(folder, SINGLE_NAME).stat().st_mtime_ns
 
@@ -196,32 +162,31 @@ def test_failure_of_one_rank_fails_all(rank: Rank, odd: int, error: Exception, s
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank.rank == odd:
+        if rank.rank == odd and error is not None:
             patch.setattr(os, "pwrite", fail)
+        elif rank.rank == odd:
+            patch.setattr(files, "_LOOKS", 1)
+            patch.setattr(OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
         with pytest.raises(FullshardError, match=f"rank {odd}: .*{says}") as caught:
             export_safetensors(model, folder)
     messages: list[str] = [""] * rank.world_size
     dist.all_gather_object(messages, str(caught.value))
     assert set(messages) == {messages[0]}
-    dist.barrier()  # the rank that writes tidies up after it has told the others
+    dist.barrier()  # the rank that writes tidies up after the others have raised
     assert os.listdir(folder) == [SINGLE_NAME]
     assert Path(folder, SINGLE_NAME).stat().st_mtime_ns == before
     dist.barrier()
     export_safetensors(model, folder)
-    assert_exported(folder, full_state(build()))
+    assert_exported(folder, reference())
 
 
-def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
-    """Export, and be killed (which an exception has to stand for) before change number ``stop`` of names in the folder.
+class KilledError(BaseException):
+    """Stands for a kill, after which nothing is tidied up."""
 
-    Returns:
-        Whether there were so many.
-    """
+
+def killed_while_publishing(folder: str, stop: int, limit: int) -> bool:
+    """Export, and be killed before change number ``stop`` of names in the folder; False if there are not so many."""
     done = [0]
-
-    class KilledError(BaseException):
-        pass
-
     with pytest.MonkeyPatch.context() as patch:
         for name in ("replace", "unlink"):
             usual = getattr(Path, name)
@@ -237,7 +202,7 @@ def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
             patch.setattr(Path, name, counted)
         patch.setattr(OutputFiles, "clean_up", lambda _: None)
         try:
-            export_safetensors(build(2), folder, max_shard_bytes=limit)
+            export_safetensors(Model(2), folder, max_shard_bytes=limit)
         except KilledError:
             return True
     return False
@@ -246,19 +211,19 @@ def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
 @pytest.mark.parametrize(("before", "after"), [(300, 900), (300, 10**6), (10**6, 300)])
 def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> None:
     """Whenever an export that replaces another is killed, what is read is all old, all new, or nothing."""
-    old, new = full_state(build(1)), full_state(build(2))
+    old, new = reference(1), reference(2)
     for stop in range(50):
         shutil.rmtree(folder, ignore_errors=True)
-        export_safetensors(build(1), folder, max_shard_bytes=before)
-        killed = steps_of_publishing(folder, stop, after)
-        model = build(3)
+        export_safetensors(Model(1), folder, max_shard_bytes=before)
+        killed = killed_while_publishing(folder, stop, after)
+        model = Model(3)
         try:
             load_safetensors(model, folder)
         except CheckpointError as error:
             assert killed and "expected model.safetensors" in str(error)  # noqa: PT017
             continue
         found = model.state_dict()
-        expected = old if torch.equal(found["mix"], old["mix"]) else new
+        expected = old if torch.equal(found["low"], old["low"]) else new
         for name, value in expected.items():
             assert_equal(found[name], value, name)
         if not killed:
@@ -268,72 +233,59 @@ def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> N
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["hybrid", "wrapper"])
-def test_groups_that_lack_parts_of_the_model_are_refused(rank: Rank, name: str, folder: str) -> None:
+@pytest.mark.parametrize("kind", ["hybrid", "flat"])
+def test_groups_that_lack_parts_of_the_model_are_refused(rank: Rank, kind: str, folder: str) -> None:
     """Zeros in place of what other ranks hold would look like weights: tensors, numbers and cause are named instead.
 
     Ranks that shard one copy of a replicated model export it.
     """
-    model = form(name, rank, build())
+    model = build(rank, kind)
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     own, other = pairs[rank.rank // 2], pairs[2 + rank.rank % 2]
     with pytest.raises(CheckpointError, match=r"weight: .* lack \d+ of the \d+ elements.*process_group"):
         export_safetensors(model, f"{folder}-{rank.rank % 2}", process_group=other)
-    if name == "hybrid":
+    if kind == "hybrid":
         folder = f"{folder}-{rank.rank // 2}"
         export_safetensors(model, folder, process_group=own)
     else:
         export_safetensors(model, folder)
-    assert_exported(folder, full_state(build()))
+    assert_exported(folder, reference())
 
 
 @on_ranks(2)
-def test_folder_that_cannot_be_made_is_an_error_on_all(rank: Rank, folder: str) -> None:
-    """A file in the folder's place."""
-    if rank.rank == 0:
-        os.makedirs(os.path.dirname(folder))
-        Path(folder).touch()
-    dist.barrier()
-    with pytest.raises(CheckpointError, match=r"rank 0: .*here cannot be written"):
-        export_safetensors(nn.Linear(2, 2), folder)
-
-
-@on_ranks(2)
-def test_ranks_with_different_models_are_told(rank: Rank, folder: str) -> None:
+def test_ranks_with_different_models_are_refused(rank: Rank, folder: str) -> None:
     """Pipeline stages, for example, have to be exported each by its own ranks."""
     with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in the model's tensors"):
         export_safetensors(nn.Linear(2, 2 + rank.rank), folder)
     groups = [dist.new_group([0]), dist.new_group([1])]
     export_safetensors(nn.Linear(2, 2 + rank.rank), f"{folder}{rank.rank}", process_group=groups[rank.rank])
-    assert loaded(f"{folder}{rank.rank}")["weight"].shape == (2 + rank.rank, 2)
+    assert load_file(Path(f"{folder}{rank.rank}", SINGLE_NAME))["weight"].shape == (2 + rank.rank, 2)
 
 
 @on_ranks(2)
 def test_what_cannot_be_exported_is_refused_before_anything_is_made(rank: Rank, folder: str) -> None:
-    """Wrong arguments, models on the meta device and in the middle of a step, and dtypes that the format lacks."""
-    model = form("fully_shard", rank, build())
-    for options in (
-        {"dtype": torch.int64},
-        {"max_shard_bytes": 0},
-        {"metadata": {"aliases": "x"}},
-        {"metadata": {1: "a"}},
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
-            export_safetensors(model, folder, **options)
-    with pytest.raises(ValueError, match="expected a local path, found the URL"):
-        export_safetensors(model, "s3://bucket/weights")
+    """Wrong arguments, a file in the folder's place, models on the meta device or in a step, dtypes without a name."""
+    model = build(rank, "fully_shard")
     with torch.device("meta"):
-        meta = Net()
-    with pytest.raises(UnmaterializedParameterError, match="meta device"):
-        export_safetensors(fully_shard(meta, mesh=rank.mesh), folder)
+        meta = fully_shard(Model(), mesh=rank.mesh)
+    buffers = [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()]
+    odd, sparse = (nn.Linear(2, 2) for _ in buffers)
+    for module, buffer in zip((odd, sparse), buffers, strict=True):
+        module.register_buffer("buffer", buffer)
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (model, {"dtype": torch.int64}, ValueError, "dtype: expected"),
+        (model, {"max_shard_bytes": 0}, ValueError, "max_shard_bytes: expected"),
+        (model, {"metadata": {"aliases": "x"}}, ValueError, "metadata: expected"),
+        (model, {"metadata": {1: "a"}}, ValueError, "metadata: expected"),
+        (model, {"folder": "s3://bucket/weights"}, ValueError, "expected a local path, found the URL"),
+        (model, {"folder": f"{__file__}/x"}, CheckpointError, "rank 0: .*x cannot be written"),
+        (meta, {}, UnmaterializedParameterError, "meta device"),
+        (odd, {}, ValueError, r"buffer \(torch.complex128\)"),
+        (sparse, {}, (ValueError, FullshardError), "sparse"),
+    ]
+    for module, options, error, message in refused:
+        with pytest.raises(error, match=message):
+            export_safetensors(module, **{"folder": folder, **options})
     with unsharded(model), pytest.raises(PhaseError):
         export_safetensors(model, folder)
-    odd = nn.Linear(2, 2)
-    odd.register_buffer("complex", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match=r"complex \(torch.complex128\)"):
-        export_safetensors(odd, folder)
-    sparse = nn.Linear(2, 2)
-    sparse.register_buffer("sparse", torch.eye(2).to_sparse())
-    with pytest.raises((ValueError, FullshardError), match="sparse"):
-        export_safetensors(sparse, folder)
     assert not os.path.exists(folder)

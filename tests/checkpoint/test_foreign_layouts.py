@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fullshard
-from checkpoint.kinds import Model, adam, build, shared_folder, train
+from checkpoint.kinds import Model, adam, build, train
 from compare import assert_equal
-from fullshard.checkpoint.key_map import top_level, with_prefixes
+from fullshard.checkpoint.key_map import with_prefixes
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
@@ -34,87 +34,82 @@ LAYOUTS = {
 
 @on_ranks(2)
 @pytest.mark.parametrize(("layout", "flattened"), [(layout, bool(i % 2)) for i, layout in enumerate(LAYOUTS)])
-def test_model_and_optimizer_under_other_names(rank: Rank, layout: str, flattened: bool) -> None:
+def test_model_and_optimizer_under_other_names(rank: Rank, layout: str, flattened: bool, tmp_path: Path) -> None:
     """Training goes on as if nothing had happened, and plain values are returned."""
     model = build(rank, "fully_shard", seed=1)
     optimizer = adam(model)
     train(model, optimizer, 0, 2)
-    folder = shared_folder(rank)
     options = FLAT if flattened else None
     lay_out, key_map = LAYOUTS[layout]
     saved = lay_out(get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options))
-    dcp.save(saved, checkpoint_id=folder / "torch")
+    dcp.save(saved, checkpoint_id=tmp_path / "torch")
     expected = train(model, optimizer, 2, 4)
     for kind in ("fully_shard", "flat"):
         loaded = build(rank, kind, seed=2)
         its = adam(loaded, lr=1.0)
-        assert fullshard.load(folder / "torch", loaded, its, key_map={**key_map, "step": "extra.step"}) == {"step": 7}
+        assert fullshard.load(tmp_path / "torch", loaded, its, key_map={**key_map, "step": "extra.step"}) == {"step": 7}
         assert train(loaded, its, 2, 4) == expected
 
 
 @on_ranks(2)
-def test_bare_weights(rank: Rank) -> None:
+def test_bare_weights(rank: Rank, tmp_path: Path) -> None:
     """A state dict of the model alone; without its optimizer's state an optimizer is an error."""
     model = build(rank, "fully_shard", seed=1)
-    folder = shared_folder(rank)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder / "bare")
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "bare")
     loaded = build(rank, "flat", seed=2)
     with pytest.raises(CheckpointError, match=r"names of the model .* are under '': .* pass key_map=\{'': 'model'\}"):
-        fullshard.load(folder / "bare", loaded)
-    assert fullshard.load(folder / "bare", loaded, key_map={"": "model"}) == {}
+        fullshard.load(tmp_path / "bare", loaded)
+    assert fullshard.load(tmp_path / "bare", loaded, key_map={"": "model"}) == {}
     for strict in (True, False):
         with pytest.raises(CheckpointError, match=r"no optimizer under 'optimizer'.*key_map=\{'\.\.\.': 'optimizer'\}"):
-            fullshard.load(folder / "bare", loaded, adam(loaded), key_map={"": "model"}, strict=strict)
+            fullshard.load(tmp_path / "bare", loaded, adam(loaded), key_map={"": "model"}, strict=strict)
     assert_equal(dict(fullshard.full_tensors(model)), dict(fullshard.full_tensors(loaded)), "weights")
 
 
 @on_ranks(2)
-def test_key_map_takes_the_place_of_what_is_called_the_model(rank: Rank) -> None:
+def test_key_map_takes_the_place_of_what_is_called_the_model(rank: Rank, tmp_path: Path) -> None:
     """Averages are loaded in the place of the weights, and entries of dictionaries one by one."""
     model, average = build(rank, "fully_shard", seed=1), build(rank, "fully_shard", seed=2)
-    folder = shared_folder(rank)
     weights = {"model": get_model_state_dict(model), "ema": get_model_state_dict(average)}
-    dcp.save({**weights, "epoch": {"count": 3}, "config": Path("no plain value")}, checkpoint_id=folder / "x")
+    dcp.save({**weights, "epoch": {"count": 3}, "config": Path("no plain value")}, checkpoint_id=tmp_path / "x")
     loaded = build(rank, "fully_shard", seed=3)
     chosen = {"ema": "model", "epoch.count": "extra.epoch"}
-    assert fullshard.load(folder / "x", loaded, key_map=chosen) == {"epoch": 3}
+    assert fullshard.load(tmp_path / "x", loaded, key_map=chosen) == {"epoch": 3}
     assert_equal(dict(fullshard.full_tensors(loaded)), dict(fullshard.full_tensors(average)), "weights")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("flattened", [False, True])
-def test_optimizer_without_state(rank: Rank, flattened: bool) -> None:
+def test_optimizer_without_state(rank: Rank, flattened: bool, tmp_path: Path) -> None:
     """Its learning rate is loaded."""
     model = build(rank, "fully_shard", seed=1)
     options = FLAT if flattened else None
     sgd = torch.optim.SGD(model.parameters(), lr=0.25)
-    folder, weights = shared_folder(rank), get_model_state_dict(model)
+    weights = get_model_state_dict(model)
     state = get_optimizer_state_dict(model, sgd, options=options)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "one")
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "one")
     its = torch.optim.SGD(model.parameters(), lr=1.0)
-    fullshard.load(folder / "one", model, its)
+    fullshard.load(tmp_path / "one", model, its)
     assert its.param_groups[0]["lr"] == 0.25
 
 
 @on_ranks(2)
-def test_values_with_tensors_can_be_renamed(rank: Rank) -> None:
+def test_values_with_tensors_can_be_renamed(rank: Rank, tmp_path: Path) -> None:
     """Tensors of a value are stored beside it, under its old name."""
     model = build(rank, "fully_shard", seed=1)
-    folder = shared_folder(rank)
-    fullshard.save(folder / "x", model, progress={"losses": torch.arange(9_000.0)})
-    found = fullshard.load(folder / "x", model, key_map={"extra.progress": "extra.state"})
+    fullshard.save(tmp_path / "x", model, progress={"losses": torch.arange(9_000.0)})
+    found = fullshard.load(tmp_path / "x", model, key_map={"extra.progress": "extra.state"})
     assert_equal(found["state"], {"losses": torch.arange(9_000.0, device="cpu")}, "values")
 
 
 @on_ranks(2)
-def test_checkpoints_of_fullshard_are_taken_as_they_are(rank: Rank) -> None:
+def test_checkpoints_of_fullshard_are_taken_as_they_are(rank: Rank, tmp_path: Path) -> None:
     """If the model has changed since, its weights are not taken from the averages beside it."""
     model, average = build(rank, "fully_shard", seed=1), build(rank, "fully_shard", seed=2)
-    folder = shared_folder(rank)
-    fullshard.save(folder / "x", torch.nn.Linear(2, 2), ema=average)
+    fullshard.save(tmp_path / "x", torch.nn.Linear(2, 2), ema=average)
     before = dict(fullshard.full_tensors(model))
     with pytest.raises(CheckpointError, match=r"none of the \d+ names of the model"):
-        fullshard.load(folder / "x", model, strict=False)
+        fullshard.load(tmp_path / "x", model, strict=False)
     assert_equal(dict(fullshard.full_tensors(model)), before, "weights")
 
 
@@ -171,8 +166,3 @@ def test_prefixes() -> None:
     assert with_prefixes(["w"], {"": "model"}) == {"model.w": "w"}
     with pytest.raises(CheckpointError, match=r"both become 'model\.w'"):
         with_prefixes(["a.w", "b.w"], {"a": "model", "b": "model"})
-
-
-def test_top_level_keys_in_errors() -> None:
-    """The first parts of keys, with how many keys begin with each."""
-    assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"

@@ -1,23 +1,22 @@
-"""Full tensors one after another: from every form of model, in bounded memory, and abandoned half-way."""
+"""Full tensors one after another: from every kind of model, in bounded memory, and abandoned half-way."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from weight_models import FORMS, Net, build, form, full_state
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint.kinds import shared_folder
+from checkpoint.kinds import KINDS, Model, build, reference
 from compare import assert_equal
-from front_ends import FRONT_ENDS, sharded_with_reference, unwrapped
+from front_ends import COMPOSABLE, FLAT, FrontEnd, each_front_end, sharded_with_reference, unwrapped
 from front_ends import build as build_model
 from fullshard import (
     CPUOffloadPolicy,
-    MixedPrecision,
     MixedPrecisionPolicy,
     PhaseError,
     UnmaterializedParameterError,
@@ -29,15 +28,8 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.engine.ownership import nested_units
-from models import Language, tokens
+from models import Language, Mlp, tokens
 from ranks import Rank, on_ranks
-
-forms = pytest.mark.parametrize("name", FORMS)
-
-
-def collected(model: nn.Module, **options: object) -> dict[str, torch.Tensor]:
-    """All that comes, kept."""
-    return dict(full_tensors(model, **options))  # type: ignore[arg-type]
 
 
 def tensor_bytes() -> int:
@@ -51,45 +43,28 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def fail_inside(model: nn.Module) -> None:
-    """What happens to a loop whose body raises."""
-    for _ in full_tensors(model):
-        raise KeyError("the caller's")
-
-
-@on_ranks(1, 4)
-@forms
-def test_every_form_gives_what_the_plain_model_has(rank: Rank, name: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_what_the_plain_model_has(rank: Rank, kind: str) -> None:
     """Names, shapes, dtypes and values are the plain model's, tied ones under each name."""
-    if name == "hybrid" and rank.world_size == 1:
-        pytest.skip("two axes need two ranks")
-    expected = full_state(build())
-    model = form(name, rank, build())
-    found = collected(model)
-    assert set(found) == set(expected)
-    for fqn, value in expected.items():
-        assert type(found[fqn]) is torch.Tensor
-        assert_equal(found[fqn], value, fqn)
-    assert found["head.weight"] is found["words.weight"]
+    found = dict(full_tensors(build(rank, kind)))
+    assert_equal(found, dict(reference()), kind)
+    assert found["head.weight"] is found["embed.weight"]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
-def test_floating_point_tensors_are_converted(rank: Rank, name: str) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat"])
+def test_floating_point_tensors_are_converted(rank: Rank, kind: str) -> None:
     """With a dtype, floating-point tensors come in it, rounded once; others as they are."""
-    expected = full_state(build())
-    found = collected(form(name, rank, build()), dtype=torch.bfloat16, device="cpu")
-    for fqn, value in expected.items():
-        assert_equal(found[fqn], (value.bfloat16() if value.is_floating_point() else value).cpu(), fqn)
+    expected = {n: (v.bfloat16() if v.is_floating_point() else v).cpu() for n, v in reference().items()}
+    assert_equal(dict(full_tensors(build(rank, kind), dtype=torch.bfloat16, device="cpu")), expected, "in bfloat16")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
-def test_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("kind", ["fully_shard", "flat"])
+def test_an_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, kind: str) -> None:
     """After a break at any place, the model holds its shards, runs, and gives everything again."""
-    model = form(name, rank, build())
-    tokens = torch.arange(8).view(2, 4)
-    expected = full_state(build())
+    model, data = build(rank, kind), torch.arange(8)
     held = [id(p) for p in model.parameters()]
     for stop in (0, 1, 4):
         for index, _ in enumerate(full_tensors(model)):
@@ -97,104 +72,93 @@ def test_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, name: str) -
                 break
         assert [id(p) for p in model.parameters()] == held
         assert all(not unit.is_unsharded and not unit.registration.unsharded for unit in nested_units(model))
-    with pytest.raises(KeyError):
-        fail_inside(model)
-    assert_equal(model(tokens), build()(tokens), "output")
-    model(tokens).sum().backward()
-    for fqn, value in collected(model).items():
-        assert_equal(value, expected[fqn], fqn)
+    plain = Model()
+    assert_equal(model(data), plain(data), "output")
+    model(data).sum().backward()
+    plain(data)  # which counts, too
+    assert_equal(dict(full_tensors(model)), dict(plain.state_dict()), "again")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
-def test_one_tensor_is_alive_at_a_time(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("front_end", [COMPOSABLE, FLAT], ids=str)
+def test_one_tensor_is_alive_at_a_time(rank: Rank, front_end: FrontEnd) -> None:
     """Memory of a tensor goes with it, unless the caller keeps it.
 
-    A thread of the back end may hold what has just been gathered for a moment longer.
+    A thread of the back end may hold the result of an all-gather for a moment longer.
     """
-    model = form(name, rank, build(dim=64, words=50))
+    model, plain = sharded_with_reference(front_end, rank, build_model(Mlp, 64, 129, 64, 129, 64))
     sizes = [p.shape.numel * 4 for unit in nested_units(model) for p in unit.parameters]
     at_rest = tensor_bytes()
     alive = max(tensor_bytes() for _ in full_tensors(model))
     assert max(sizes) / 2 < alive - at_rest < 2 * max(sizes) + 20_000 < sum(sizes)
     assert tensor_bytes() - at_rest < 1000
-    kept = collected(model)
+    kept = dict(full_tensors(model))
     assert sum(value.nbytes for value in kept.values()) > max(sizes)
-    for fqn, value in full_state(build(dim=64, words=50)).items():
-        assert_equal(kept[fqn], value, fqn)
+    assert_equal(kept, dict(plain.state_dict()), "kept")
 
 
 @on_ranks(2)
-def test_compute_dtypes_and_offload_do_not_matter(rank: Rank) -> None:
-    """Values are those of the shards, and buffers those that are saved, whatever the modules compute in."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(build(), mesh=rank.mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-    for fqn, value in collected(model).items():
-        assert_equal(value, full_state(build())[fqn], fqn)
-    model = FSDP(build(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), process_group=rank.group)
-    model(torch.arange(4).view(1, 4))
-    assert collected(model)["blocks.0.offset"].dtype is torch.float32
+def test_values_are_those_of_the_shards(rank: Rank) -> None:
+    """Whatever the modules compute in, also offloaded; buffers come in the dtype in which they are saved.
+
+    Parameters and buffers that a user has distributed, in no unit, come whole.
+    """
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "offload_policy": CPUOffloadPolicy()}
+    found = dict(full_tensors(fully_shard(Model(), mesh=rank.mesh, **options)))
+    assert_equal(found, dict(reference()), "values")
+    model = build(rank, "low_buffers")
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        model(torch.arange(8))  # casts buffers, with which this norm cannot compute
+    assert_equal(dict(full_tensors(model)), dict(reference()), "buffers")
+    plain = nn.Linear(6, 5)
+    weight = plain.weight.detach().clone()
+    dist.broadcast(weight, 0)
+    plain.weight = nn.Parameter(distribute_tensor(weight, rank.mesh, [Shard(1)]))
+    plain.register_buffer("table", distribute_tensor(torch.arange(7.0), rank.mesh, [Shard(0)]))
+    found = dict(full_tensors(plain))
+    assert_equal([found["weight"], found["table"]], [weight, torch.arange(7.0)], "the user's")
 
 
 @on_ranks(2)
-def test_dtensors_of_the_user_are_gathered_as_well(rank: Rank) -> None:
-    """Parameters and buffers that a user has distributed, in no unit, come whole."""
-    model = nn.Linear(6, 5)
-    expected = full_state(model)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), rank.mesh, [Shard(1)]))
-    dist.broadcast(expected["weight"], 0)
-    model.register_buffer("table", distribute_tensor(torch.arange(7.0), rank.mesh, [Shard(0)]))
-    found = collected(model)
-    assert_equal(found["weight"], expected["weight"], "weight")
-    assert_equal(found["table"], torch.arange(7.0), "table")
-    assert not any(isinstance(value, DTensor) for value in found.values())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("form", ["composable", "ragged", "flat", "original"])
-def test_parts_of_wrappers_and_units_are_whole(rank: Rank, form: str) -> None:
+@each_front_end
+def test_parts_of_wrappers_and_units_are_whole(rank: Rank, front_end: FrontEnd, tmp_path: Path) -> None:
     """What is inside of a wrapper, or in the middle of a unit, finds the unit, also if its wrapper is gone."""
     torch.manual_seed(rank.rank)
-    front_end = next(each for each in FRONT_ENDS if each.name == form)
-    model, reference = sharded_with_reference(front_end, rank, build_model(Language), ["blocks.0"])
+    model, plain = sharded_with_reference(front_end, rank, build_model(Language), ["blocks.0"])
     optimizer = torch.optim.Adam(model.parameters())
     model(tokens(rank.rank, 0, 2, 3)).sum().backward()
     optimizer.step()
-    whole = collected(model)
+    whole = dict(full_tensors(model))
     inner = unwrapped(model)
-    with shared_folder(rank) as folder:
-        for number, name in enumerate(["", "blocks", "blocks.1", "blocks.0", "head", "head"]):
-            if number == 5:
-                del model, optimizer
-                gc.collect()
-            part = inner.get_submodule(name)
-            part = part if front_end.composable else getattr(part, "module", part)
-            expected = {n.removeprefix(f"{name}."): v for n, v in whole.items() if n.startswith(name)}
-            found = collected(part)
-            assert found.keys() == expected.keys()
-            for fqn, value in found.items():
-                assert_equal(value, expected[fqn], f"{name} {fqn}")
-            save(folder / str(number), part, *([optimizer] if not name else []))
-            with torch.no_grad(), unsharded(part):
-                assert {tuple(p.shape) for p in part.parameters()} == {tuple(v.shape) for v in expected.values()}
-            with FSDP.summon_full_params(part):
-                assert {tuple(p.shape) for p in part.parameters()} == {tuple(v.shape) for v in expected.values()}
-            plain = reference.get_submodule(name)
-            load(folder / str(number), plain)
-            for fqn, value in plain.state_dict().items():
-                assert_equal(value, expected[fqn], f"loaded {name} {fqn}")
-            load(folder / str(number), part)
+    for number, name in enumerate(["", "blocks", "blocks.1", "blocks.0", "head", "head"]):
+        if number == 5:
+            del model, optimizer
+            gc.collect()
+        part = inner.get_submodule(name)
+        part = part if front_end.composable else getattr(part, "module", part)
+        expected = {n.removeprefix(f"{name}."): v for n, v in whole.items() if n.startswith(name)}
+        assert_equal(dict(full_tensors(part)), expected, name)
+        save(tmp_path / str(number), part, *([optimizer] if not name else []))
+        shapes = {tuple(value.shape) for value in expected.values()}
+        with torch.no_grad(), unsharded(part):
+            assert {tuple(p.shape) for p in part.parameters()} == shapes
+        with FSDP.summon_full_params(part):
+            assert {tuple(p.shape) for p in part.parameters()} == shapes
+        target = plain.get_submodule(name)
+        load(tmp_path / str(number), target)
+        assert_equal(dict(target.state_dict()), expected, f"loaded {name}")
+        load(tmp_path / str(number), part)
 
 
 @on_ranks(2)
 def test_wrong_moments_are_refused_at_the_call(rank: Rank) -> None:
     """In the middle of a step, on the meta device, or for a dtype that makes no sense, the call itself raises."""
-    model = form("wrapper", rank, build())
+    model = build(rank, "flat")
     with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="middle of a step"):
         full_tensors(model)
     with torch.device("meta"):
-        meta = Net()
+        meta = fully_shard(Model(), mesh=rank.mesh)
     with pytest.raises(UnmaterializedParameterError, match="meta device"):
-        full_tensors(form("fully_shard", rank, meta))
+        full_tensors(meta)
     with pytest.raises(ValueError, match="floating-point"):
         full_tensors(model, dtype=torch.int8)

@@ -101,8 +101,8 @@ shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
 @given(shapes, st.sampled_from(sorted(ITEM_SIZES)), st.data())
-def test_any_cut_survives(shape: tuple[int, ...], dtype: str, data: st.DataObject) -> None:
-    """A tensor cut into flat ranges at any places is accepted, and is the same after JSON."""
+def test_any_flat_shards_survive(shape: tuple[int, ...], dtype: str, data: st.DataObject) -> None:
+    """A tensor sharded into flat ranges that end anywhere is accepted, and is the same after JSON."""
     numel = Region.whole(shape).numel
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, numel - 1)), max_size=3)) & set(range(1, numel)))
     shards = [
@@ -232,14 +232,13 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_every_flipped_bit_is_noticed() -> None:
     """A flip of any bit of the file, also of its first line, is refused."""
-    data = bytearray(to_json(small()))
+    data = to_json(small())
     for position in range(len(data)):
         for bit in (0, 5):
-            data[position] ^= 1 << bit
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
             with pytest.raises(CheckpointError):
-                from_json(bytes(data), "i")
-            data[position] ^= 1 << bit
-    assert to_json(from_json(bytes(data), "i")) == data
+                from_json(bytes(flipped), "i")
 
 
 def test_every_cut_is_noticed() -> None:

@@ -37,7 +37,7 @@ def written(write_plan: WritePlan, by_rank: Sequence[Regions]) -> list[list[tupl
 
 
 def rows_of(shape: tuple[int, ...], ranks: int, rank: int, dim: int = 0) -> Region:
-    """A rank's part of a tensor that is cut on a dim."""
+    """A rank's shard of a tensor that is sharded on a dim."""
     start, size = chunk_of(shape[dim], ranks, rank)
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, size
@@ -52,7 +52,7 @@ def rows_of(shape: tuple[int, ...], ranks: int, rank: int, dim: int = 0) -> Regi
 )
 @settings(max_examples=60, deadline=None)
 def test_every_element_is_written_once(shapes: list[tuple[int, ...]], shards: int, copies: int, dim: int) -> None:
-    """Of tensors cut on any dim, with replicas, the parts written are all elements, none twice."""
+    """Of tensors sharded on any dim, with replicas, the regions written are all elements, none twice."""
     by_rank = [
         [(i, rows_of(shape, shards, rank % shards, min(dim, len(shape) - 1))) for i, shape in enumerate(shapes)]
         for rank in range(shards * copies)
@@ -66,12 +66,6 @@ def test_every_element_is_written_once(shapes: list[tuple[int, ...]], shards: in
     ]
     wanted = [(i, *index) for i, shape in enumerate(shapes) for index in itertools.product(*map(range, shape))]
     assert sorted(found) == wanted
-
-
-def test_slices_of_a_flat_buffer() -> None:
-    """Parts that end anywhere in a row are told apart by where they begin."""
-    by_rank = [[(0, region) for region in regions_of_range((4, 3), start, 4)] for start in (0, 4, 8)]
-    assert written(divided([(4, 3)], by_rank), by_rank) == by_rank
 
 
 def test_replicas_share_the_work() -> None:
@@ -127,3 +121,10 @@ def test_what_does_not_make_a_tensor_is_refused(regions: list[Region], match: st
     """Holes, overlaps and parts outside of the shape are errors that name the tensor."""
     with pytest.raises(CheckpointError, match=match):
         divided([(4, 4)], [[(0, region)] for region in regions])
+
+
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 13), (12, 1), (0, -1)])
+def test_a_range_beyond_the_tensor_is_refused(start: int, numel: int) -> None:
+    """Elements that are not there are an error that names the shape."""
+    with pytest.raises(ValueError, match=r"out of bounds for shape \(4, 3\)"):
+        regions_of_range((4, 3), start, numel)

@@ -12,10 +12,12 @@ from torch import nn
 
 import fullshard.ragged  # noqa: F401 # adds the layout
 from compare import assert_equal
+from front_ends import assert_same_values
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
 from fullshard.errors import FullshardError
 from fullshard.optim import localize
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -47,8 +49,7 @@ def dtensors(parameters: Any) -> torch.optim.Optimizer:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("make", [adamw, dtensors], ids=["local", "dtensors"])
-@pytest.mark.parametrize("when", ["before", "unsharded", "ragged"])
+@each_value(make=[adamw, dtensors], when=["before", "unsharded", "ragged"])
 def test_the_first_step_takes_the_sharded_ones(rank: Rank, make: Make, when: str) -> None:
     """Also beside parameters of others, in several groups; it says so once, and trains as if it had been given them."""
     other = nn.Parameter(torch.ones(2))
@@ -62,8 +63,7 @@ def test_the_first_step_takes_the_sharded_ones(rank: Rank, make: Make, when: str
     model = a_model()
     if when == "unsharded":
         shard(model, rank)
-        model.unshard()
-        for layer in (model[0], model[3]):
+        for layer in (model, model[0], model[3]):
             layer.unshard()
         optimizer = make(groups(model))
         for layer in (model, model[0], model[3]):
@@ -81,16 +81,13 @@ def test_the_first_step_takes_the_sharded_ones(rank: Rank, make: Make, when: str
             assert len(found) == (each is model and number == 0)
             assert not found or ("0.weight" in found[0] or "weight (" in found[0])
             stepped.zero_grad()
-    assert_equal(
-        [p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in expected.parameters()], "weights"
-    )
+    assert_same_values(model, expected)
     own = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in own} == {id(p) for p in (*model.parameters(), other)}
 
 
 def with_state(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = adamw(model.parameters())
-    backward(model)
+    optimizer = with_gradients(model)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
@@ -103,19 +100,34 @@ def with_gradients(model: nn.Module) -> torch.optim.Optimizer:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("given", "reason"),
-    [(with_state, "it has state for 0.weight"), (with_gradients, "0.weight has a gradient of its own")],
-    ids=["state", "gradients"],
+    ("given", "wrapped", "reason"),
+    [
+        (with_state, False, "it has state for 0.weight"),
+        (with_gradients, False, "0.weight has a gradient of its own"),
+        (lambda model: adamw(model.parameters()), True, "is a part of a flat parameter .use_orig_params=False"),
+    ],
+    ids=["state", "gradients", "flat"],
 )
-def test_what_is_not_certain_is_refused(rank: Rank, given: Callable[[nn.Module], Any], reason: str) -> None:
+def test_what_is_not_certain_is_refused(rank: Rank, given: Make, wrapped: bool, reason: str) -> None:
     """An error says which parameter, why, and what to build the optimizer from, at every step."""
     model = a_model()
     optimizer = given(model)
-    shard(model, rank)
+    model = FSDP(model, use_orig_params=False, device_mesh=rank.mesh) if wrapped else shard(model, rank)
     for _ in range(2):
         backward(model)
         with pytest.raises(FullshardError, match=rf"AdamW was given .*{reason}.*Build the optimizer from"):
             optimizer.step()
+
+
+@on_ranks(2)
+def test_the_wrapper_keeps_original_parameters(rank: Rank) -> None:
+    """With use_orig_params=True an optimizer of them steps without a warning."""
+    model = a_model()
+    optimizer = adamw(model.parameters())
+    backward(FSDP(model, use_orig_params=True, device_mesh=rank.mesh))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
 @on_ranks(2)
@@ -130,23 +142,6 @@ def test_both_kinds(rank: Rank) -> None:
         optimizer.step()
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     assert {id(p) for p in stepped} == {id(p) for p in model.parameters()} and len(stepped) == len(set(stepped))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_the_wrapper(rank: Rank, orig: bool) -> None:
-    """With use_orig_params=True it keeps the objects; a flat parameter cannot take the place of several."""
-    model = a_model()
-    optimizer = adamw(model.parameters())
-    wrapped = FSDP(model, use_orig_params=orig, device_mesh=rank.mesh)
-    backward(wrapped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if orig:
-            optimizer.step()
-        else:
-            with pytest.raises(FullshardError, match="use_orig_params=False"):
-                optimizer.step()
 
 
 @on_ranks(2)

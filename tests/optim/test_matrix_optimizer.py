@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from compare import assert_equal
+from front_ends import assert_same_values, full_values
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
 from fullshard.errors import FullshardError
@@ -29,32 +29,24 @@ from ranks import Rank, on_ranks
 
 
 def loads_of(assigned: Assignment, work: Sequence[float], ranks: int) -> list[float]:
-    """Return the work of each rank."""
+    """The work of each rank."""
     pairs = [*zip(assigned.owner_ranks, work, strict=True)]
     return [sum(amount for owner, amount in pairs if owner == rank) for rank in range(ranks)]
 
 
-def test_heavy_matrices_are_assigned_first() -> None:
-    """One that comes last in the model does not go on top of what its rank has already."""
-    work = [1, 1, 1, 1, 4]
-    assert loads_of(Assignment.build(work, work, 2, 100), work, 2) == [4, 4]
-
-
-works = st.lists(st.integers(1, 1000), max_size=40)
-
-
-@given(works, st.integers(1, 9), st.integers(1, 2000))
-def test_balance(work: list[int], ranks: int, round_bytes: int) -> None:
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 9), st.integers(1, 2000))
+def test_ranks_have_equal_shares_of_the_work(work: list[int], ranks: int, round_bytes: int) -> None:
     """Nobody has more than the mean and one matrix; every matrix is in one round, and no round is too large."""
     assigned = Assignment.build(work, work, ranks, round_bytes)
-    loads = loads_of(assigned, work, ranks)
-    assert max(loads) <= sum(work) / ranks + (1 - 1 / ranks) * max(work, default=0) + 1e-6
+    assert max(loads_of(assigned, work, ranks)) <= sum(work) / ranks + (1 - 1 / ranks) * max(work, default=0) + 1e-6
     assert sorted(itertools.chain(*assigned.rounds)) == list(range(len(work)))
     assert assigned == Assignment.build(list(work), list(work), ranks, round_bytes)
     for members in assigned.rounds:
         for rank in range(ranks):
             own = [work[index] for index in members if assigned.owner_ranks[index] == rank]
             assert sum(own) <= round_bytes or len(own) == 1
+    work = [1, 1, 1, 1, 4]  # the last one does not go on top of what its rank has already
+    assert loads_of(Assignment.build(work, work, 2, 100), work, 2) == [4, 4]
 
 
 class Cubed(MatrixOptimizer):
@@ -83,14 +75,13 @@ class Cubed(MatrixOptimizer):
 def stack_of(count: int, rows: int = 6, columns: int = 4, wrapped: bool = False) -> tuple[nn.Module, nn.Module]:
     """Equal matrices in one unit, and their reference."""
     torch.manual_seed(0)
-    model = nn.ParameterList(nn.Parameter(torch.randn(rows, columns)) for _ in range(count))
-    holder = Holder(model)
-    reference = copy.deepcopy(holder)
-    return (FSDP(holder, use_orig_params=True) if wrapped else fully_shard(holder)), reference
+    model = Holder(nn.ParameterList(nn.Parameter(torch.randn(rows, columns)) for _ in range(count)))
+    reference = copy.deepcopy(model)
+    return (FSDP(model, use_orig_params=True) if wrapped else fully_shard(model)), reference
 
 
 class Holder(nn.Module):
-    """Parameters whose loss is told which of them it is about."""
+    """Parameters; the loss is of those that are asked for."""
 
     def __init__(self, parameters: nn.ParameterList) -> None:
         super().__init__()
@@ -198,45 +189,34 @@ def test_missing_gradients(rank: Rank, wrapped: bool) -> None:
     reference(0, 1, 2).backward()
     parameters, others = list(model.parameters()), list(reference.parameters())
     # Only the first rank keeps its gradient of number 1: what the other holds of it counts as zero, and stays.
-    alone, expected = parameters[1], others[1]
-    assert expected.grad is not None
-    boundary = torch.tensor(whole_numel(alone) if rank.rank == 0 else 0)
+    own = parameters[1].to_local() if isinstance(parameters[1], DTensor) else parameters[1]
+    boundary = torch.tensor(own.numel() if rank.rank == 0 else 0)
     dist.all_reduce(boundary)
-    expected.grad.view(-1)[int(boundary) :] = 0
+    first, second = slice(int(boundary)), slice(int(boundary), None)
+    others[1].grad.view(-1)[second] = 0
     if rank.rank == 1:
-        alone.grad = None
-    for net in (parameters, others):
-        net[2].grad = None
-    before = [collect(p) for p in parameters]
+        parameters[1].grad = None
+    parameters[2].grad = others[2].grad = None
+    before = [value.view(-1) for value in full_values(model).values()]
     with counted_bytes(rank.rank) as again:
         mine.step()
     theirs.step()
     assert again == seen
-    assert_equal([collect(p) for p in parameters[2:]], before[2:], "untouched")
-    assert_equal(collect(parameters[0]), others[0].detach(), "on all ranks")
-    found = collect(alone).view(-1)
-    assert_equal(found[: int(boundary)], expected.detach().view(-1)[: int(boundary)], "with zeros of one rank")
-    assert_equal(found[int(boundary) :], before[1].view(-1)[int(boundary) :], "without a gradient")
+    after = [value.view(-1) for value in full_values(model).values()]
+    expected = [other.detach().view(-1) for other in others]
+    assert_equal(after[0], expected[0], "on all ranks")
+    assert_equal(after[1][first], expected[1][first], "with zeros of one rank")
+    assert_equal(after[1][second], before[1][second], "without a gradient")
+    assert_equal(after[2:], before[2:], "untouched")
     assert len(mine.state) == 2 - rank.rank
 
 
-def whole_numel(parameter: torch.Tensor) -> int:
-    """Elements that this rank holds."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-
-
-def collect(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter of either front end, 5 x 3."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
-    pieces: list[Any] = [None, None]
-    dist.all_gather_object(pieces, parameter.detach())
-    return torch.cat([piece.view(-1).to(parameter.device) for piece in pieces]).view(5, 3)
-
-
 @on_ranks(2)
-def test_plans_follow_parameters(rank: Rank) -> None:
-    """Freezing, moving and adding parameters changes the plan; nothing else does."""
+def test_plans_follow_parameters_and_groups(rank: Rank) -> None:
+    """Freezing, adding and moving parameters changes the plan; nothing else does.
+
+    A parameter that moves to another group is stepped with its options, though all are in the same order.
+    """
     model, _ = stack_of(3)
     parameters = list(model.parameters())
     optimizer = Muon(parameters[:2])
@@ -251,43 +231,39 @@ def test_plans_follow_parameters(rank: Rank) -> None:
     optimizer.add_param_group({"params": parameters[2:]})
     assert len(optimizer.plan().rounds[0].matrices) == 3
     optimizer.step()
-
-
-@on_ranks(2)
-def test_plans_follow_groups(rank: Rank) -> None:
-    """A parameter that moves to another group is stepped with its options, though all are in the same order."""
-    parameters = list(stack_of(2)[0].parameters())
-    plain = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-    for first, second in (parameters, plain):
-        optimizer = Cubed([first, second])
+    for first, second in (parameters[:2], [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]):
+        moving = Cubed([first, second])
         for each in (first, second):
             each.grad = torch.ones_like(each)
-        optimizer.step()
-        optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.0})
+        moving.step()
+        moving.add_param_group({"params": [moving.param_groups[0]["params"].pop()], "lr": 0.0})
         before = [whole(each).clone() for each in (first, second)]
-        optimizer.step()
+        moving.step()
         assert not torch.equal(whole(first), before[0])
         assert_equal(whole(second), before[1], "with a learning rate of zero")
 
 
 @on_ranks(2)
-def test_refused(rank: Rank) -> None:
-    """What is no matrix is refused with its name and shape and what to do; so are the wrapper's flat parameters."""
-    model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
-    with pytest.raises(ValueError, match=r"0\.bias of shape \(4,\); give it to another optimizer"):
-        Muon(model.parameters())
-    with pytest.raises(ValueError, match=r"expected 2-D parameters, found kernel of shape \(2, 2, 2\)"):
-        Muon([("kernel", nn.Parameter(torch.zeros(2, 2, 2)))])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0 of torch\.complex64"):
-        Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
-    with pytest.raises(ValueError, match=r"FlatParameter of weight, bias.*use_orig_params=True"):
-        Muon(FSDP(nn.Linear(3, 4)).parameters())
+def test_what_is_no_matrix_is_refused(rank: Rank) -> None:
+    """With its name and shape, and what to do; also in a group that is added, and sparse gradients."""
     wrapped = FSDP(nn.Linear(3, 4), use_orig_params=True)
-    with pytest.raises(ValueError, match=r"bias of shape \(4,\)"):
-        Muon(wrapped.parameters())
-    optimizer = Muon([p for n, p in wrapped.named_parameters() if n.endswith("weight")])
+    complex_matrix = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    given: list[tuple[Any, str]] = [
+        (fully_shard(nn.Sequential(nn.Linear(3, 4))).parameters(), r"0\.bias of shape \(4,\); give it to another"),
+        (FSDP(nn.Linear(3, 4)).parameters(), r"FlatParameter of weight, bias.*use_orig_params=True"),
+        (wrapped.parameters(), r"bias of shape \(4,\)"),
+        (
+            [("kernel", nn.Parameter(torch.zeros(2, 2, 2)))],
+            r"expected 2-D parameters, found kernel of shape \(2, 2, 2\)",
+        ),
+        ([complex_matrix], r"parameter 0 of group 0 of torch\.complex64"),
+    ]
+    for parameters, message in given:
+        with pytest.raises(ValueError, match=message):
+            Muon(parameters)
+    optimizer = Muon([wrapped.weight])
     with pytest.raises(ValueError, match="bias"):
-        optimizer.add_param_group({"params": [p for n, p in wrapped.named_parameters() if n.endswith("bias")]})
+        optimizer.add_param_group({"params": [wrapped.bias]})
     assert len(optimizer.param_groups) == 1
     table = nn.Parameter(torch.zeros(3, 2))
     table.grad = torch.zeros(3, 2).to_sparse()
@@ -297,7 +273,7 @@ def test_refused(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_wrapped_after_tensor_parallelism(rank: Rank) -> None:
-    """Ranges of parts are refused."""
+    """The wrapper's ranges of elements of such shards are refused."""
     mesh = rank.make_mesh(2, 2, names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(4, 4, bias=False)), mesh["tp"], {"0": ColwiseParallel()})
     wrapped = FSDP(model, use_orig_params=True, device_mesh=mesh["dp"])
@@ -317,10 +293,4 @@ def test_empty_and_transposed(rank: Rank) -> None:
         for each, optimizer in ((net, mine), (reference, theirs)):
             each(1).backward()
             optimizer.step()
-        tall = list(net.parameters())[1]
-        if isinstance(tall, DTensor):
-            assert_equal(tall.full_tensor(), reference.list[1].detach(), "rows")
-        else:
-            with FSDP.summon_full_params(net):
-                assert_equal(model.list[1].detach().clone(), reference.list[1].detach(), "wrapper")
-    assert math.prod(model.list[0].shape) == 0
+        assert_same_values(net, reference)

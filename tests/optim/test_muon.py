@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from compare import assert_close, assert_equal
+from front_ends import assert_same_values
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
-from fullshard.engine.parameters.names import clean_name
 from fullshard.optim import Muon, orthogonalize
+from models import Mlp
 from ranks import Rank, on_ranks
 
 STEPS = 4
@@ -30,22 +30,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-class Net(nn.Module):
-    """Matrices wide and tall, of sizes that no number of ranks divides, one with fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 13), nn.Linear(13, 10, bias=False)
-        self.narrow, self.last = nn.Linear(10, 3), nn.Linear(3, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.narrow(torch.tanh(self.second(torch.tanh(self.first(x))))))
-
-
-def build() -> tuple[Net, Net]:
-    """A model to shard, and its reference."""
+def build() -> tuple[Mlp, Mlp]:
+    """Matrices wide and tall, of sizes that no number of ranks divides, one with fewer rows than ranks; a reference."""
     torch.manual_seed(0)
-    model = Net()
+    model = Mlp(6, 13, 10, 3, 7)
     return model, copy.deepcopy(model)
 
 
@@ -60,15 +48,6 @@ def backward(model: nn.Module, step: int) -> None:
     model(torch.randn(4, 6)).square().mean().backward()
 
 
-def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole parameters of a model of either front end, on every rank."""
-    if isinstance(model, FSDP):
-        with FSDP.summon_full_params(model):
-            return {clean_name(name): p.detach().clone() for name, p in model.named_parameters()}
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    return {name: p.detach().clone() for name, p in whole.items()}
-
-
 def assert_same_steps(model: nn.Module, reference: nn.Module, settings: dict[str, Any], **options: Any) -> Muon:
     """Both train some steps; all bits of all parameters are the same."""
     mine = Muon(matrices(model), **settings, **options)
@@ -78,8 +57,7 @@ def assert_same_steps(model: nn.Module, reference: nn.Module, settings: dict[str
             backward(net, step)
             optimizer.step()
             net.zero_grad()
-    for name, whole in whole_of(model).items():
-        assert_equal(whole, reference.get_parameter(name).detach(), name)
+    assert_same_values(model, reference)
     return mine
 
 
@@ -88,18 +66,17 @@ def test_rows(rank: Rank) -> None:
     """``fully_shard`` on one axis, in one round, and in rounds of single matrices."""
     for round_bytes, settings in zip((64 * 1024 * 1024, 1, 1), SETTINGS, strict=True):
         model, reference = build()
-        fully_shard(model.second)
+        fully_shard(model.layers[1])
         fully_shard(model)
         mine = assert_same_steps(model, reference, settings, round_bytes=round_bytes)
-        (state,) = {type(value["momentum_buffer"]) for value in mine.state.values()}
-        assert state is DTensor
+        assert all(type(value["momentum_buffer"]) is DTensor for value in mine.state.values())
         if rank.world_size == 2:  # where one rank owns the largest matrix, the other one the three others
             assert len(mine.plan().rounds) == (1 if round_bytes > 1 else 3)
 
 
 @on_ranks(4)
 def test_columns_and_replicas(rank: Rank) -> None:
-    """``Shard(1)``, even and uneven. Replicas compute the same beside each other; nothing travels between them."""
+    """``Shard(1)``, even and uneven. Replicas compute the same, without communication."""
     model, reference = build()
     mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
@@ -112,7 +89,7 @@ def test_columns_and_replicas(rank: Rank) -> None:
 def test_wrapper(rank: Rank, strategy: ShardingStrategy) -> None:
     """The wrapper's ranges of rows, which end anywhere, and its replicated parameters."""
     model, reference = build()
-    model.second = FSDP(model.second, use_orig_params=True, sharding_strategy=strategy)
+    model.layers[1] = FSDP(model.layers[1], use_orig_params=True, sharding_strategy=strategy)
     assert_same_steps(FSDP(model, use_orig_params=True, sharding_strategy=strategy), reference, SETTINGS[0])
 
 
@@ -147,26 +124,24 @@ def test_low_precision(rank: Rank) -> None:
     fully_shard(model.bfloat16())
     reference.bfloat16()
     mine, theirs = Muon(matrices(model)), torch.optim.Muon([p for _, p in matrices(reference)])
-    torch.manual_seed(1)
     for net, optimizer in ((model, mine), (reference, theirs)):
         torch.manual_seed(1)
         net(torch.randn(4, 6).bfloat16()).square().mean().backward()
         optimizer.step()
-    for name, whole in whole_of(model).items():
-        assert_equal(whole, reference.get_parameter(name).detach(), name)
+    assert_same_values(model, reference)
 
 
 def test_alone() -> None:
     """Without any process group, on plain parameters, which may change their groups and freeze."""
     model, reference = build()
     assert_same_steps(model, reference, SETTINGS[1])
-    model.second.weight.requires_grad_(False)
-    optimizer = Muon([model.first.weight])
-    optimizer.add_param_group({"params": [model.second.weight], "lr": 0.5})
-    before = model.second.weight.clone()
+    model.layers[1].weight.requires_grad_(False)
+    optimizer = Muon([model.layers[0].weight])
+    optimizer.add_param_group({"params": [model.layers[1].weight], "lr": 0.5})
+    before = model.layers[1].weight.clone()
     backward(model, 0)
     optimizer.step(closure=lambda: torch.tensor(1.0))
-    assert_equal(model.second.weight, before, "frozen")
+    assert_equal(model.layers[1].weight, before, "frozen")
     copied = copy.deepcopy(optimizer)
     assert pickle.loads(pickle.dumps(optimizer)).comm_dtype is torch.bfloat16
     assert copied.round_bytes == optimizer.round_bytes
@@ -175,15 +150,13 @@ def test_alone() -> None:
 @on_ranks(2)
 def test_checkpoints(rank: Rank, tmp_path: Path) -> None:
     """State goes to an unsharded ``torch.optim.Muon`` and back through a checkpoint."""
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)
     model, reference = build()
     fully_shard(model)
     mine = assert_same_steps(model, reference, SETTINGS[1])
-    fullshard.save(folders[0], model=model, optimizer=mine)
+    fullshard.save(tmp_path, model=model, optimizer=mine)
     plain, _ = build()
     theirs = torch.optim.Muon([p for _, p in matrices(plain)], **SETTINGS[1])
-    fullshard.load(folders[0], model=plain, optimizer=theirs)
+    fullshard.load(tmp_path, model=plain, optimizer=theirs)
     assert mine.param_groups[0].keys() >= theirs.param_groups[0].keys()
     for (name, sharded), (_, whole) in zip(matrices(model), matrices(plain), strict=True):
         buffer = mine.state[sharded]["momentum_buffer"]
@@ -191,12 +164,11 @@ def test_checkpoints(rank: Rank, tmp_path: Path) -> None:
     other, _ = build()
     fully_shard(other)
     again = Muon([p for _, p in matrices(other)], **SETTINGS[1])
-    fullshard.load(folders[0], model=other, optimizer=again)
+    fullshard.load(tmp_path, model=other, optimizer=again)
     for net, optimizer in ((plain, theirs), (other, again)):
         backward(net, 77)
         optimizer.step()
-    for name, whole in whole_of(other).items():
-        assert_equal(whole, plain.get_parameter(name).detach(), name)
+    assert_same_values(other, plain)
 
 
 def test_orthogonalize() -> None:

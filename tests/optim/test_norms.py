@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from compare import assert_close, assert_equal
+from front_ends import assert_same_gradients
 from fullshard import CPUOffloadPolicy, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.errors import FullshardError
@@ -40,20 +41,6 @@ def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counting)
         yield seen
-
-
-class Layers(nn.Module):
-    """Layers of sizes that no number of ranks divides, one of them smaller than the world, and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 4)
-        self.tensor_parallel = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6, bias=False))
-        self.scale = nn.Parameter(torch.tensor(0.3))
-        self.ignored = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def gradients_of(reference: nn.Module, seed: int = 3) -> None:
@@ -80,27 +67,32 @@ def distribute_dense(full: torch.Tensor, like: DTensor) -> DTensor:
     return whole.redistribute(placements=like.placements)
 
 
-def mixed(rank: Rank) -> tuple[nn.Module, nn.Module]:
-    """One model on five meshes: one axis, two axes, a part of a mesh, TP and FSDP, and plain; and its reference."""
-    torch.manual_seed(0)
-    model = Layers()
+def on_five_meshes(rank: Rank) -> tuple[nn.Module, nn.Module]:
+    """One axis, two axes, a part of a mesh, tensor parallelism, and a layer that is not sharded; and its reference.
+
+    No number of ranks divides the sizes, and one layer has fewer rows than there are ranks.
+    """
+    parallel = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6, bias=False))
+    layers = nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 4), parallel, nn.Linear(3, 2)
+    model = nn.Sequential(*layers)
+    model.scale = nn.Parameter(torch.tensor(0.3))
     reference = copy.deepcopy(model)
     both = rank.make_mesh(2, 2, names=("dp", "tp"))
-    fully_shard(model.one, mesh=rank.mesh)
-    fully_shard(model.two, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")))
-    fully_shard(model.three, mesh=both["dp"])
-    parallelize_module(model.tensor_parallel, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model.tensor_parallel, mesh=both["dp"])
-    fully_shard(model, mesh=rank.mesh, ignored_params=set(model.ignored.parameters()))
+    fully_shard(model[0], mesh=rank.mesh)
+    fully_shard(model[1], mesh=rank.make_mesh(2, 2, names=("replicate", "shard")))
+    fully_shard(model[2], mesh=both["dp"])
+    parallelize_module(parallel, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(parallel, mesh=both["dp"])
+    return fully_shard(model, mesh=rank.mesh, ignored_params=set(model[4].parameters())), reference
+
+
+def experts_on_two_ranks(rank: Rank) -> tuple[nn.Module, nn.Module]:
+    """Dense layers on four ranks and experts on two: neither axis contains the other's sums."""
+    model = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 5)])
+    reference = copy.deepcopy(model)
+    fully_shard(model[0], mesh=rank.mesh)
+    fully_shard(model[1], mesh=rank.make_mesh(2, 2, names=("expert", "shard"))["shard"])
     return model, reference
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    """Every gradient, gathered, is the reference's."""
-    others = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        assert_close(gradient, others[name].grad, name, **CLOSE)
 
 
 def assert_same_everywhere(rank: Rank, total: torch.Tensor) -> None:
@@ -111,49 +103,36 @@ def assert_same_everywhere(rank: Rank, total: torch.Tensor) -> None:
 
 
 @on_ranks(4)
-def test_mixed_meshes(rank: Rank) -> None:
-    """Five meshes at once: torch's norm of the whole gradients, one all-reduce per axis, a plain fp32 scalar."""
-    model, reference = mixed(rank)
+@pytest.mark.parametrize(("build", "reduced"), [(on_five_meshes, [2, 2, 4]), (experts_on_two_ranks, [2, 4])])
+def test_mixed_meshes(rank: Rank, build: Any, reduced: list[int]) -> None:
+    """torch's norm of the whole gradients, one all-reduce for each group of ranks, a plain fp32 scalar."""
+    torch.manual_seed(0)
+    model, reference = build(rank)
     for order in ORDERS:
         gradients_of(reference)
         take_gradients(model, reference)
         with counted_all_reduces() as seen:
             total = clip_grad_norm_(model.parameters(), 0.5, order)
-        # The world; pairs of subgroup: tp, and the shard axis of two axes; pairs across: dp.
-        assert len(seen) == len(set(seen)) == 3
-        assert len(seen[-1]) == 4
+        assert [len(ranks) for ranks in seen] == reduced and len(seen) == len(set(seen))
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order)
         assert type(total) is torch.Tensor and total.shape == () and total.dtype is torch.float32
         assert_close(total, expected, f"norm {order}", **CLOSE)
         assert_same_everywhere(rank, total)
-        assert_same_gradients(model, reference)
-
-
-class Pair(nn.Module):
-    """Two layers with an input each, the first too small to have an element on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 1, bias=False), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.first(x).sum() + self.second(y).square().sum()
+        assert_same_gradients(model, reference, **CLOSE)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 def test_wrapper(rank: Rank, orig: bool) -> None:
     """The wrapper's pieces and flat parameters: padding and empty pieces count in no norm, the flat one as one."""
-    torch.manual_seed(0)
-    model = Pair()
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 5))
     reference = copy.deepcopy(model)
-    model.first = FSDP(model.first, use_orig_params=orig)
+    model[0] = FSDP(model[0], use_orig_params=orig)
     outer = FSDP(model, use_orig_params=orig)
-    inputs = torch.rand(2, 3) + 0.5, torch.rand(2, 5) + 0.5
     for order in ORDERS:
         for net in (outer, reference):
             net.zero_grad()
-            net(*inputs).backward()
+            net(torch.ones(2, 1)).square().sum().backward()
         with counted_all_reduces() as seen:
             total = clip_grad_norm_(outer.parameters(), 0.5, order)
         assert len(seen) == 1
@@ -243,22 +222,6 @@ def test_partial_gradients(rank: Rank) -> None:
     assert_close(parameter.grad.full_tensor(), wanted / wanted.norm(), "scaled", **CLOSE)
 
 
-@on_ranks(4)
-def test_a_mesh_beside_the_world(rank: Rank) -> None:
-    """Experts on two ranks, dense layers on four: neither axis contains the other's sums; all ranks agree."""
-    dense, expert = nn.Linear(5, 6), nn.Linear(6, 5)
-    halves = rank.make_mesh(2, 2, names=("expert", "shard"))
-    reference = nn.ModuleList([copy.deepcopy(dense), copy.deepcopy(expert)])
-    model = nn.ModuleList([fully_shard(dense, mesh=rank.mesh), fully_shard(expert, mesh=halves["shard"])])
-    gradients_of(reference)
-    take_gradients(model, reference)
-    with counted_all_reduces() as seen:
-        total = clip_grad_norm_(model.parameters(), 1.0)
-    assert [len(ranks) for ranks in seen] == [2, 4]
-    assert_close(total, torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0), "norm", **CLOSE)
-    assert_same_gradients(model, reference)
-
-
 @on_ranks(2)
 def test_nonfinite(rank: Rank) -> None:
     """What one rank alone has raises on both, with the parameter's name; gradients stay as they were."""
@@ -308,10 +271,10 @@ def test_torchs_own_function(rank: Rank) -> None:
     assert_close(get_total_norm([p.grad for p in model.parameters()]), theirs.full_tensor(), "norm", **CLOSE)
     clip_grads_with_norm_(model.parameters(), 0.5, theirs)
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference, **CLOSE)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.25)
-    assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference, **CLOSE)
 
 
 @on_ranks(2)

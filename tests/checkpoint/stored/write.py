@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python tests/checkpoint/stored/write.py FOLDER NAME
 
 adds ``FOLDER/NAME/fully_shard``, ``FOLDER/NAME/flat`` and ``FOLDER/NAME/torch``, each with what it holds in
-``expected.safetensors``: whole tensors, gathered without the code under test. Checkpoints are added for each new
+``expected.safetensors``: whole tensors, unsharded without the code under test. Checkpoints are added for each new
 format; those that are there stay as they are.
 """
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from checkpoint.kinds import train
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import StateDictType, fully_shard
 
@@ -76,15 +77,6 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, betas=(0.8, 0.9), foreach=False)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do three steps."""
-    for seed in range(3):
-        tokens = torch.randint(11, (8,), generator=torch.Generator().manual_seed(seed))
-        nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def whole(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return model and AdamW state as whole tensors, by name: from DTensors, or by summoning parameters."""
     if kind in ("flat", "original"):
@@ -106,7 +98,7 @@ def _write(rank: int, folder: Path, meeting: str) -> None:
     for kind in ("fully_shard", "flat", "torch"):
         model = shard("fully_shard" if kind == "torch" else kind, 1)
         optimizer = adamw(model, 0.01)
-        train(model, optimizer)
+        train(model, optimizer, 0, 3)
         if kind == "torch":
             state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
             dcp.save(state, checkpoint_id=folder / kind)
