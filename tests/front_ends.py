@@ -205,6 +205,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_values(model: nn.Module) -> Values:
     """All parameters by FQN, full, of a model whose units may come from any front end. All ranks call it."""
     with FSDP.summon_full_params(model, writeback=False):
@@ -260,6 +265,13 @@ def sgd(model: nn.Module, rate: float, **options: Any) -> torch.optim.SGD:
 def adam(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     """AdamW whose steps do not blow up the rounding of gradients that are nearly zero."""
     return torch.optim.AdamW(parameters, **{"lr": 1e-2, "eps": 1e-3, **settings})
+
+
+def step_and_clear(*optimizers: torch.optim.Optimizer) -> None:
+    """Step, and set gradients to None."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train(

@@ -99,14 +99,14 @@ FAULTS: list[Fault] = [
         "                    self._reshard_if_left_over(left_over)\n",
         "                    pass\n",
         "Parameters that an earlier forward has kept are used although the shards were written to since.",
-        ("training/test_evaluation_and_edits.py", "engine/test_unsharded.py"),
+        ("training/test_module_calls.py", "engine/test_unsharded.py"),
     ),
     Fault(
         "engine/runtime.py",
         '        and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)\n',
         "            and False\n",
         "Gradients of parameters around inner units whose outputs no loss came from are not reduced.",
-        ("training/test_gradients_on_some_ranks.py",),
+        ("training/test_gradient_hooks.py",),
     ),
     Fault(
         "engine/runtime.py",

@@ -22,7 +22,7 @@ FAULTS: list[Fault] = [
         '"params": list(model.blocks.parameters()), PEAK: config.muon_lr, METHOD: "muon"',
         '"params": list(model.blocks.parameters()), PEAK: config.lr, METHOD: "muon"',
         "Matrices are trained with the learning rate of embeddings.",
-        ("train/test_train_optimizer.py", "train/test_train_loop.py"),
+        ("train/test_train_step.py",),
     ),
     Fault(
         "train/loop.py",

@@ -41,11 +41,8 @@ def test_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     make(tmp_path, 5, 100_000_000, 20)
     make(tmp_path, 200_000_000, 7, complete=False)
     (tmp_path / "step-notes").mkdir()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [
-        "step-00000005",
-        "step-00000020",
-        "step-100000000",
-    ]
+    complete = ["step-00000005", "step-00000020", "step-100000000"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == complete
     run_folder.keep_newest(tmp_path, 2)
     others = ["step-00000020", "step-100000000", "step-notes"]
     assert names(tmp_path) == sorted([*others, "step-00000007", "step-200000000"])
@@ -118,7 +115,7 @@ def test_results_without_a_checkpoint_are_not_overwritten(tmp_path: Path) -> Non
 
 
 def test_settings_are_those_of_the_run_that_resumes(tmp_path: Path) -> None:
-    """Given settings, or those of a config file, come before those of the run."""
+    """Those given, or of a config file, come before those of the run; a checkpoint without any is refused."""
     folder, file = tmp_path / "own", tmp_path / "config.toml"
     make(folder / "checkpoints", 5)
     (folder / "config.toml").write_text(TrainConfig(layers=2, lr=0.5).to_toml())
@@ -126,13 +123,13 @@ def test_settings_are_those_of_the_run_that_resumes(tmp_path: Path) -> None:
     assert settle(folder, None, {})[1] == folder / "checkpoints" / "step-00000005"
     file.write_text(TrainConfig(layers=2, lr=0.125).to_toml())
     assert settle(folder, file, {"keep": 7})[0] == TrainConfig(layers=2, lr=0.125, keep=7)
-    with pytest.raises(ConfigError, match=r"step-00000005 was trained with --layers 2, not 3, --seed 0, not 1: leave"):
-        settle(folder, None, {"layers": 3, "seed": 1})
-
-
-def test_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
-    """Nobody could tell whether the model, the seed and the text are the same."""
-    make(tmp_path / "moved" / "checkpoints", 5)
+    for given, message in (
+        ({"layers": 3, "seed": 1}, "--layers 2, not 3, --seed 0, not 1: leave"),
+        ({"optimizer": "adamw"}, "--optimizer muon, not adamw: leave"),
+    ):
+        with pytest.raises(ConfigError, match=f"step-00000005 was trained with {message}"):
+            settle(folder, None, given)
+    make(tmp_path / "moved" / "checkpoints", 5)  # nobody could tell whether the model, the seed and the text are equal
     with pytest.raises(ConfigError, match=r"cannot read .*config.toml, the settings of a run: No such file"):
         settle(tmp_path / "moved", None, {})
 

@@ -66,22 +66,17 @@ def test_standard_library_is_the_default() -> None:
     assert not any("site-packages" in path.parts for path in paths)
 
 
-def test_batch_is_a_function_of_its_key() -> None:
-    """The same seed and step give the same windows; another step gives others; targets are shifted by one."""
-    text = np.arange(200, dtype=np.uint8)
-    first = corpus.sample(text, batch=4, sequence=8, key=(0, 1))
-    assert first.shape == (4, 9) and first.dtype == np.int64
-    assert (first[:, 1:] == first[:, :-1] + 1).all()
-    assert (first == corpus.sample(text, batch=4, sequence=8, key=(0, 1))).all()
-    for other in ((0, 2), (1, 1)):
-        assert (first != corpus.sample(text, batch=4, sequence=8, key=other)).any()
-
-
 def test_batch_is_the_same_on_any_number_of_ranks() -> None:
-    """The parts of all ranks, one after another, are the batch of a single rank; no two of them are equal."""
+    """Seed and step alone choose the windows, and targets are shifted by one. The parts of all ranks, one after
+    another, are the batch of a single rank; no two of them are equal.
+    """
     text = np.arange(200, dtype=np.uint8)
     whole = corpus.sample(text, batch=12, sequence=8, key=(3, 7))
-    for parts in (2, 3, 12):
+    assert whole.shape == (12, 9) and whole.dtype == np.int64
+    assert (whole[:, 1:] == whole[:, :-1] + 1).all()
+    for other in ((3, 8), (4, 7)):
+        assert (whole != corpus.sample(text, batch=12, sequence=8, key=other)).any()
+    for parts in (1, 2, 3, 12):
         sizes = {"batch": 12 // parts, "sequence": 8, "key": (3, 7)}
         cut = [corpus.sample(text, **sizes, part=(rank, parts)) for rank in range(parts)]
         assert (np.concatenate(cut) == whole).all() and len({each.tobytes() for each in cut}) == parts
@@ -104,18 +99,12 @@ def test_unreadable_file_is_named_with_the_remedy(folder: Path, monkeypatch: pyt
             corpus.read([str(path)], seed=0, sequence=16)
 
 
-def test_order0_against_hand_computed_value() -> None:
-    """Three a and one b, plus one for each of 256 values, give 4/260, 2/260 and 1/260."""
-    train, held_out = (np.frombuffer(text, dtype=np.uint8) for text in (b"aaab", b"abbz"))
+def test_baselines_against_values_computed_by_hand() -> None:
+    """Three a and one b, plus one for each of 256 values, give 4/260, 2/260 and 1/260. All of zlib's output counts."""
+    train, held_out, equal = (np.frombuffer(text, dtype=np.uint8) for text in (b"aaab", b"abbz", b"a" * 1000))
     expected = -(math.log2(4 / 260) + 2 * math.log2(2 / 260) + math.log2(1 / 260)) / 4
     assert baselines(train, held_out)["order-0 entropy coding"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_zlib_counts_its_whole_output() -> None:
-    """A thousand equal bytes take as many bits as zlib's output at level 9 has."""
-    text = b"a" * 1000
-    found = baselines(*(np.frombuffer(text, dtype=np.uint8),) * 2)["zlib level 9"]
-    assert found == 8 * len(zlib.compress(text, 9)) / 1000
+    assert baselines(equal, equal)["zlib level 9"] == 8 * len(zlib.compress(b"a" * 1000, 9)) / 1000
 
 
 def test_held_out_windows_predict_every_byte_once() -> None:

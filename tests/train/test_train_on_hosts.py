@@ -44,12 +44,12 @@ def test_a_host_that_dies_and_comes_back(ranks: RankPool, tmp_path: Path) -> Non
             agents[1].wait()
             network.set_link(1, up=True)
             agents[1] = start_on(1)
-            told = [agent.wait(patient(LIMIT)) for agent in agents]
+            codes = [agent.wait(patient(LIMIT)) for agent in agents]
         finally:
             for host in range(2):
                 network.kill(host)
     printed = "\n".join(log.read_text() for log in logs)
-    assert told == [0, 0] and "resumed from step" in printed, printed
+    assert codes == [0, 0] and "resumed from step" in printed, printed
     assert run_on(ranks, 2, *line, "whole").returncode == 0
     results = [tmp_path / "out" / name for name in ("whole", "hosts")]
     losses = [[(each["step"], each["loss"]) for each in read_metrics(path / "metrics.jsonl")] for path in results]

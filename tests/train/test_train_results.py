@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from rich.console import Console
 from torch.nn import functional
 from train_processes import SHORT, SIZE, last_step, run_on, write_text
-from typer.testing import CliRunner
 
-from fullshard.cli import app
 from fullshard.train import corpus
 from fullshard.train.config import GPTConfig, TrainConfig
 from fullshard.train.corpus import whole_windows, windows
 from fullshard.train.log import Record, read_metrics
 from fullshard.train.model import load
+from fullshard.train.summary import show
 from ranks import RankPool
 
 FILES = ["checkpoints", "config.toml", "metrics.jsonl", "model.safetensors", "summary.json"]
+SAVED = ("config.toml", "model.safetensors")  # the same bytes if the same steps were made
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def test_config_file_repeats_the_run_bitwise(finished: Finished, tmp_path: Path,
     again = train(ranks, 2, "--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again")
     assert "resumed" not in again.output and "changed" not in again.output
     assert losses(again.metrics) == losses(finished.metrics)
-    for name in ("config.toml", "model.safetensors"):
+    for name in SAVED:
         assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes()
 
 
@@ -133,18 +135,21 @@ def test_resume_on_another_number_of_ranks(finished: Finished, tmp_path: Path, r
 
 
 def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """With all of them, the steps after a checkpoint are those of a run that was not interrupted, and config.toml and
-    summary.json say so.
+    """With all of them, the steps after a checkpoint are those of a run that was not interrupted.
+
+    config.toml and summary.json say so, and a trace has a timeline and a table of exposed communication.
     """
     options = ["--optimizer", "muon", "--dtype", "bf16", "--activation-checkpointing", "--accumulate", 2]
     options += ["--width", 64, "--comm-quantization", "int8"]  # embedding and head are large enough to be quantized
-    options += ["--checkpoint-every", 3]
+    options += ["--checkpoint-every", 3, "--trace"]
     whole = train(ranks, 2, text, *SHORT, *options, "--out", tmp_path, "--name", "whole")
+    assert "Exposed communication" in (whole.folder / "trace" / "table.txt").read_text()
+    assert json.loads((whole.folder / "trace" / "trace.json").read_text())["traceEvents"]
     step_back(whole, tmp_path / "resumed")
     resumed = train(ranks, 2, "--out", tmp_path, "--name", "resumed")
     assert losses(resumed.metrics) == losses(whole.metrics)
     assert all(math.isfinite(record["loss"]) for record in whole.metrics)
-    for name in ("config.toml", "model.safetensors"):
+    for name in SAVED:
         assert (whole.folder / name).read_bytes() == (resumed.folder / name).read_bytes()
     training = TrainConfig.from_toml(resumed.folder / "config.toml")
     assert (training.optimizer, training.dtype, training.accumulate) == ("muon", "bf16", 2)
@@ -153,17 +158,8 @@ def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: R
     assert 0.2 < received["bytes_received"] / received["bytes_in_full_precision"] < 0.95
 
 
-def test_a_run_is_traced_from_its_third_step(text: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """`--trace` writes a timeline for Perfetto and a table of exposed communication; of a short run, what there is."""
-    run = train(ranks, 2, text, *SHORT, "--trace", "--out", tmp_path, "--name", "traced")
-    assert "Exposed communication" in (run.folder / "trace" / "table.txt").read_text()
-    assert json.loads((run.folder / "trace" / "trace.json").read_text())["traceEvents"]
-
-
 def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
-    """No step is there twice, and the validations at the old end stay. Another text is said, also after a start with it
-    that was interrupted.
-    """
+    """No step is there twice, the validations at the old end stay, and a note says that the text is another."""
     shutil.copytree(finished.folder, tmp_path / "longer")
     (tmp_path / "text").mkdir()
     (write_text(tmp_path / "text") / "new.txt").write_text("new " * 200)
@@ -180,7 +176,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
 
 
 def test_damaged_checkpoint_is_an_error(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
-    """Nothing is changed, and nothing stepped back; without it, the run resumes from the one before."""
+    """It says that without it the run resumes from the one before; nothing is changed, and nothing stepped back."""
     shutil.copytree(finished.folder, tmp_path / "damaged")
     newest = tmp_path / "damaged" / "checkpoints" / "step-00000005"
     data = max(newest.glob("data-*"), key=lambda path: path.stat().st_size)
@@ -191,33 +187,6 @@ def test_damaged_checkpoint_is_an_error(finished: Finished, tmp_path: Path, rank
     assert done.returncode == 2 and "checksum mismatch" in done.stderr, done.stdout + done.stderr
     assert "Remove this checkpoint to resume from the one before" in done.stderr
     assert read_metrics(tmp_path / "damaged" / "metrics.jsonl") == finished.metrics and newest.is_dir()
-    shutil.rmtree(newest)
-    resumed = train(ranks, 2, "--out", tmp_path, "--name", "damaged")
-    assert "resumed from step 3 (" in resumed.output
-    assert losses(resumed.metrics) == losses(finished.metrics)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--layers", "7", "--width", "64"],
-            "was trained with --layers 1, not 7, --width 16, not 64: leave",
-        ),
-        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw: leave"),
-        (["--seed", "1"], "was trained with --seed 0, not 1: leave"),
-    ],
-)
-def test_run_resumes_only_as_itself(
-    finished: Finished, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another model, optimizer or seed is an error that names both values, before any worker."""
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    before = (finished.folder / "metrics.jsonl").stat()
-    result = CliRunner().invoke(app, ["train", *options, "--out", str(finished.folder.parent), "--name", "first"])
-    assert (result.exit_code, message in result.output) == (2, True), result.output
-    assert (finished.folder / "metrics.jsonl").stat() == before
 
 
 def make_eighth_loss_infinite(rank: int) -> None:
@@ -234,10 +203,9 @@ def make_eighth_loss_infinite(rank: int) -> None:
 
 
 def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(text: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """Exit code 3, the step and the rank in one line; the run resumes from the checkpoint before."""
+    """Exit code 3, the step and the rank in one line, and what to do."""
     line = [text, *SIZE, "--steps", 12, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
-    line += ["--out", tmp_path, "--name", "run"]
-    done = run_on(ranks, 2, *line, poison=make_eighth_loss_infinite)
+    done = run_on(ranks, 2, *line, "--out", tmp_path, "--name", "run", poison=make_eighth_loss_infinite)
     assert done.returncode == 3, done.stdout + done.stderr
     (message,) = done.stderr.strip().splitlines()
     assert message == (
@@ -248,6 +216,44 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(text: Path, t
     assert not (tmp_path / "run" / "model.safetensors").exists()
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000006"]
-    again = train(ranks, 2, *line)
-    assert "resumed from step 6" in again.output
-    assert all(bool(weight.isfinite().all()) for weight in load_file(again.folder / "model.safetensors").values())
+
+
+# -------------------------------------------------------------------- what is printed in the end
+
+
+def state(*sizes: int) -> dict[str, int]:
+    return dict(zip(("parameters", "gradients", "optimizer"), sizes, strict=True))
+
+
+def printed(bits_per_byte: float | None = 2.0) -> str:
+    """The summary of a made-up run, as a wide console shows it."""
+    summary = {
+        "parameters": 1000,
+        "steps": 5,
+        "bits_per_byte": bits_per_byte,
+        "baselines": {"order-0 entropy coding": 4.5, "zlib level 9": 1.5},
+        "held_out_bytes": 4096,
+        "bytes_per_rank": [state(2**20 * (rank + 1), 2**20, 2**21) for rank in range(2)],
+        "bytes_unsharded": state(2**21, 2**21, 2**22),
+        "seconds": 3.0,
+    }
+    file = io.StringIO()
+    show(summary, 77, Path("runs/001"), Console(file=file, width=500))
+    return file.getvalue()
+
+
+def test_summary_says_what_is_compared() -> None:
+    """It has the numbers of the model and the baselines, and says what each sees and which memory is counted."""
+    text = printed(bits_per_byte=2.0)
+    assert all(re.search(row, text) for row in (r"1,000 parameters\)\W+2.000", r"order-0 .*4.500", r"zlib .*1.500"))
+    assert re.search(r"optimizer state\W+2.00\W+2.00\W+4.00", text) and re.search(r"total\W+4.00\W+5.00\W+8.00", text)
+    assert "at most 77 bytes before it" in text
+    assert "all held-out bytes as one stream" in text
+    assert "without unsharded parameters, activations" in text
+
+
+def test_stopped_run_has_no_comparison() -> None:
+    """Without a last validation the summary says so and claims nothing about baselines."""
+    text = printed(bits_per_byte=None)
+    assert "stopped before the final validation" in text
+    assert "order-0" not in text and "zlib" not in text

@@ -50,22 +50,16 @@ class Ended:
 def run_on(ranks: RankPool, size: int, *arguments: object, poison: Callable[[int], None] | None = None) -> Ended:
     """Run `fullshard train` with these arguments on ranks of the pool, as workers that torchrun has started.
 
-    They need no launcher and import nothing, which takes a tenth of the time.
-
-    Args:
-        ranks: The pool.
-        size: Number of ranks.
-        arguments: Of the command.
-        poison: Called with each rank before the command; a function of a module.
+    They need no launcher and import nothing, which takes a tenth of the time. ``poison``, a function of a module, is
+    called with each rank before the command.
     """
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     words = [str(each) for each in arguments]
     ended: list[Ended] = ranks(size, _work, words, port, poison, fresh=True, device_type="cpu", timeout=LIMIT)
     assert len({each.returncode for each in ended}) == 1, ended
-    return Ended(
-        ended[0].returncode, *("".join(getattr(each, name) for each in ended) for name in ("stdout", "stderr"))
-    )
+    stdout, stderr = ("".join(getattr(each, name) for each in ended) for name in ("stdout", "stderr"))
+    return Ended(ended[0].returncode, stdout, stderr)
 
 
 def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:

@@ -22,13 +22,11 @@ from front_ends import (
 )
 from fullshard import MixedPrecisionPolicy
 from fullshard.comm import record
-from models import batch, square_loss, tiny_units
+from models import Block, LossOf, batch, square_loss, tiny_units
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-
-
+F64, F32 = torch.float64, torch.float32
 PACKINGS = [name for name in CONTAINERS if name != "tensor"]
 
 
@@ -69,8 +67,8 @@ class Packed(nn.Module):
 
 @on_ranks(2)
 @each_value(front_end=FRONT_ENDS, packing=PACKINGS, by_keyword=[False, True])
-def test_containers(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: bool) -> None:
-    """Tensors in any container are found at any depth: each unit's backward ends before the one before begins."""
+def test_tensors_in_any_container_are_watched(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: bool) -> None:
+    """At any depth: each unit's backward ends before that of the one before begins."""
     with tiny_units():
         model, reference = sharded_with_reference(front_end, rank, build(Packed, packing, by_keyword))
     assert_trains_alike(model, reference, rank)
@@ -84,8 +82,8 @@ def test_containers(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: b
 
 @on_ranks(2)
 @each_value(1, front_end=FRONT_ENDS, packing=[name for name in PACKINGS if name not in UNKNOWN_CLASSES])
-def test_casts_in_containers(rank: Rank, front_end: FrontEnd, packing: str) -> None:
-    """Floats in any container are cast for the unit, the caller's own is untouched, and gradients flow back."""
+def test_tensors_in_any_container_are_cast(rank: Rank, front_end: FrontEnd, packing: str) -> None:
+    """Floats are cast for the unit, the caller's own are untouched, and gradients flow back."""
     model, reference = sharded_with_reference(
         front_end, rank, build(Packing, packing).double(), [], **front_end.precision(F64, F32)
     )
@@ -143,66 +141,48 @@ class Cache:
         self.keys: list[torch.Tensor] = []
 
 
-class Attention(nn.Module):
-    """Adds its keys to the cache, attends to all that are there, and returns the cache as well."""
+class Attention(Block):
+    """Adds its output to the cache, and returns the mean of all that are there, and the cache as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
-        cache.keys.append(self.key(x))
-        return x + torch.tanh(self.value(x)) * torch.stack(cache.keys).mean(0), cache
-
-
-class Caching(nn.Module):
-    """Layers that share a cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(Attention() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, cache = self.first(x), Cache()
-        for layer in self.layers:
-            x, cache = layer(x, cache)
-        return x
+    def forward(self, x: Any) -> Any:
+        x, cache = x if isinstance(x, tuple) else (x, Cache())
+        cache.keys.append(super().forward(x))
+        return x + torch.stack(cache.keys).mean(0), cache
 
 
 @on_ranks(2)
 @each_front_end
 def test_cache_of_earlier_units(rank: Rank, front_end: FrontEnd) -> None:
     """What an object holds of earlier units changes nothing: each unit's backward ends before the one before begins."""
+    plain = build(lambda: nn.Sequential(nn.Linear(6, 6), *(Attention(6) for _ in range(4))))
     with tiny_units():
-        model, reference = sharded_with_reference(front_end, rank, build(Caching))
-    assert_trains_alike(model, reference, rank)
-    loss = square_loss()(model, rank.rank)
+        model, reference = sharded_with_reference(front_end, rank, plain, ["1", "2", "3", "4"])
+
+    def loss_at(step: int) -> LossOf:
+        return lambda module, number: module(batch(number, step, 4, 6))[0].square().mean()
+
+    assert_trains_alike(model, reference, rank, loss_at)
+    loss = loss_at(0)(model, rank.rank)
     with record() as seen:
         loss.backward()
-    names = [f"layers.{index}" for index in (3, 2, 1, 0)]
-    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == [*names, ""]
+    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == ["4", "3", "2", "1", ""]
     unsharded = [c.unit for c in seen if c.kind == "all_gather"]
     assert len(unsharded) == len(set(unsharded))
 
 
-class Sequence(nn.Module):
-    """An LSTM on a PackedSequence."""
+class Sequence(nn.LSTM):
+    """An LSTM that notes the PackedSequence that it takes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(12, 12)
-
-    def forward(self, packed: Any) -> Any:
+    def forward(self, packed: Any) -> Any:  # type: ignore[override]
         self.taken = packed
-        return self.lstm(packed)[0]
+        return super().forward(packed)[0]
 
 
 @on_ranks(2)
 def test_packed_sequences(rank: Rank) -> None:
     """A unit takes a PackedSequence, whose sizes stay on the CPU, and casts only its data."""
     model, reference = sharded_with_reference(
-        COMPOSABLE, rank, build(Sequence), [], mp_policy=MixedPrecisionPolicy(F64, output_dtype=F32)
+        COMPOSABLE, rank, build(Sequence, 12, 12), [], mp_policy=MixedPrecisionPolicy(F64, output_dtype=F32)
     )
     lengths = torch.tensor([2, 4], device="cpu")  # not sorted: the packed sequence carries the two orders as well
     values = batch(rank.rank, 0, 4, 2, 12)

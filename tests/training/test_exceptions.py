@@ -37,7 +37,6 @@ from front_ends import (
 from fullshard.comm import CommRequest, launch_all
 from fullshard.engine.buckets import all_gather
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.reduction.plan import Packing
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import FullshardError
 from models import Mlp, Stack, batch, reference_backward, square_loss, tiny_units
@@ -72,27 +71,21 @@ def assert_next_step_is_right(model: Any, reference: Any, rank: Rank, step: int 
     assert_at_rest(model)
 
 
-def sharded(front_end: FrontEnd, rank: Rank, tiny: int = 0, **options: Any) -> tuple[Any, Any]:
-    with tiny_units(up_to=tiny):
-        return sharded_with_reference(front_end, rank, build(Stack), **options)
+def sharded(front_end: FrontEnd, rank: Rank, **options: Any) -> tuple[Any, Any]:
+    return sharded_with_reference(front_end, rank, build(Stack), **options)
 
 
 @on_ranks(2)
 @each_value(
-    front_end=FRONT_ENDS,
-    place=PLACES,
-    strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
-    remedy=["reset", "zero_grad", "alone"],
-    tiny=[0, 65536],
+    front_end=FRONT_ENDS, place=PLACES, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], remedy=["reset", "zero_grad", "alone"]
 )
-def test_step_after_a_failure(
-    rank: Rank, front_end: FrontEnd, place: str, strategy: str, remedy: str, tiny: int
-) -> None:
+def test_step_after_a_failure(rank: Rank, front_end: FrontEnd, place: str, strategy: str, remedy: str) -> None:
     """The step after an exception anywhere, in the first step too, gives the gradients of a model that never failed.
 
     Right after it the registered parameters are the sharded ones: they can be cleared, read and saved.
     """
-    model, reference = sharded(front_end, rank, tiny, strategy=strategy)
+    with tiny_units(65536 if remedy == "alone" else 0):
+        model, reference = sharded(front_end, rank, strategy=strategy)
     optimizers = adam(model.parameters()), adam(reference.parameters())
     registered = list(model.parameters())
     for step in range(2):
@@ -127,12 +120,11 @@ def test_pending_gradients_and_failures(rank: Rank, reset: bool, place: str, fro
     with front_end.no_sync(model):
         square_loss(0)(model, rank.rank).backward()
         run_failing_step(model, rank, place, step=1)
-    if not reset:
-        assert bool(model.get_pending_gradients()) == place.startswith("forward")
-    reset = reset and front_end.composable
-    if reset:
+    keeps = place.startswith("forward")
+    assert bool(model.get_pending_gradients()) == keeps
+    if reset and front_end.composable:
         model.reset_iter_state()
-    if not reset and place.startswith("forward"):
+    elif keeps:
         reference_backward(reference, rank.world_size, square_loss(0))
     both_backward(model, reference, rank, square_loss(2))
     assert_same_gradients(model, reference)
@@ -276,48 +268,6 @@ def test_all_gather_that_fails(rank: Rank, front_end: FrontEnd) -> None:
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, by=["backward", "synchronize_gradients"])
-def test_reduction_that_gets_no_memory(rank: Rank, by: str, front_end: FrontEnd) -> None:
-    """An error between the allocation of a message and its launch frees the message, and the next step is right."""
-    model, reference = sharded(front_end, rank)
-    square_loss(1)(model, rank.rank).backward()
-    messages: list[torch.UntypedStorage] = []
-
-    def failing(self: Packing, inputs: Any, memory: torch.Tensor) -> None:
-        messages.append(memory.untyped_storage())
-        fail()
-
-    if by == "synchronize_gradients":
-        with front_end.no_sync(model):
-            square_loss(1)(model, rank.rank).backward()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Packing, "pack", failing)
-        with pytest.raises(ZeroDivisionError):
-            model.synchronize_gradients() if by != "backward" else square_loss(1)(model, rank.rank).backward()
-    model.zero_grad()
-    assert messages and not any(storage.nbytes() for storage in messages)
-    assert_next_step_is_right(model, reference, rank)
-
-
-@on_ranks(2)
-@each_front_end
-def test_failure_as_a_forward_begins(rank: Rank, front_end: FrontEnd) -> None:
-    """What raises before the unit computes leaves no forward open."""
-    model, reference = sharded(front_end, rank)
-    square_loss(1)(model, rank.rank).backward()
-    runtime = runtime_of(nested_units(model)[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "_reshard_if_left_over", fail)
-        with pytest.raises(ZeroDivisionError):
-            square_loss(1)(model, rank.rank)
-    assert not runtime.busy
-    assert_next_step_is_right(model, reference, rank)
-
-
-# -------------------------------------------------------------------- reset_iter_state
-
-
-@on_ranks(2)
 def test_reset_iter_state(rank: Rank) -> None:
     """A no-op before anything ran and at rest, refused by nested units; it frees what a forward has kept."""
     model, reference = sharded(COMPOSABLE, rank, strategy="SHARD_GRAD_OP")
@@ -337,25 +287,24 @@ def test_reset_iter_state(rank: Rank) -> None:
 # -------------------------------------------------------------------- one rank alone fails
 
 
-def fail_on_one_rank(rank: Rank, place: str) -> None:
+def fail_on_one_rank(rank: Rank) -> None:
     """Rank 1 raises in the middle of the second step; the group gives up on silent ranks after two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = COMPOSABLE.wrap(Stack(), rank, mesh=DeviceMesh.from_group(group, rank.device.type))
     square_loss(0)(model, rank.rank).backward()
     if rank.rank == 1:
-        PLACES[place](model)
+        PLACES["backward of a block"](model)
     square_loss(1)(model, rank.rank).backward()
     if rank.device.type != "cpu":
         torch.accelerator.synchronize()  # before, the host has waited for nothing
     time.sleep(30)  # not reached: it would count as hung
 
 
-@pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
-def test_one_failing_rank_does_not_hang_the_other(ranks: RankPool, place: str) -> None:
+def test_one_failing_rank_does_not_hang_the_other(ranks: RankPool) -> None:
     """If one rank raises in the middle of a step, the other one's collective ends with an error in time."""
     if device_type() == "cuda":
         pytest.skip("NCCL does not notice that a rank is gone; its watchdog ends the process after the group's timeout")
-    waiting, failed = ranks(2, fail_on_one_rank, place, fresh=True, expect_failure=True, timeout=20)
+    waiting, failed = ranks(2, fail_on_one_rank, fresh=True, expect_failure=True, timeout=20)
     assert (failed.kind, failed.error_type) == ("raised", "ZeroDivisionError")
     assert waiting.kind == "raised", waiting
     assert "RuntimeError" in waiting.error_types
@@ -375,12 +324,8 @@ def fail_at_different_units(rank: Rank) -> list[float]:
 
 def test_ranks_out_of_step_never_take_each_others_units(ranks: RankPool) -> None:
     """Ranks that failed in different units end with an error or the right result, never with mixed-up weights."""
-    outcomes = ranks(2, fail_at_different_units, fresh=True, expect_failure=True, timeout=50)
-    for outcome in outcomes:
-        if outcome.kind == "returned":
-            assert outcome.value == [24.0 * 16, 24.0 * 16]
-        else:
-            assert outcome.kind in ("raised", "died")
+    for outcome in ranks(2, fail_at_different_units, fresh=True, expect_failure=True, timeout=50):
+        assert outcome.kind in ("raised", "died") or outcome.value == [24.0 * 16, 24.0 * 16]
 
 
 # how the front end shards -> the options that it is given
@@ -389,13 +334,13 @@ OUT_OF_MEMORY: dict[str, Callable[[FrontEnd], dict[str, Any]]] = {
     "in mixed precision": lambda front_end: front_end.precision(torch.bfloat16, torch.float32),
     "with replicas": lambda _: {"strategy": "HYBRID_SHARD"},
     "offloaded": lambda front_end: front_end.offload(),
-    "to be gathered in subgroups": lambda front_end: {"reshard_after_forward": 2} if front_end.composable else {},
+    "resharded to subgroups": lambda front_end: {"reshard_after_forward": 2} if front_end.composable else {},
 }
 
 
 @on_ranks(4, timeout=240)
-@each_value(front_end=FRONT_ENDS, how=list(OUT_OF_MEMORY), turn=[0, 1, 2, 3])
-def test_out_of_memory_anywhere(rank: Rank, front_end: FrontEnd, how: str, turn: int) -> None:
+@each_value(front_end=FRONT_ENDS, how=OUT_OF_MEMORY, first=[0, 1, 2, 3])
+def test_out_of_memory_anywhere(rank: Rank, front_end: FrontEnd, how: str, first: int) -> None:
     """Memory runs out once, at any place of a first step: the step is repeated, and the next are as if it had not."""
 
     def trained(place: int) -> tuple[list[torch.Tensor], int]:
@@ -418,5 +363,5 @@ def test_out_of_memory_anywhere(rank: Rank, front_end: FrontEnd, how: str, turn:
     everywhere = [0] * rank.world_size
     dist.all_gather_object(everywhere, places)
     assert set(everywhere) == {places}, "a place has to be the same on all ranks"
-    for place in range(turn, places, 4):
+    for place in range(first, places, 4):
         assert_equal(trained(place)[0], expected, f"after out of memory at place {place} of {places}")

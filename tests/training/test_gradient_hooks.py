@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +25,14 @@ from front_ends import (
     build,
     each_front_end,
     full_gradients,
+    local,
     sgd,
     sharded_with_reference,
+    step_and_clear,
     unwrapped,
 )
 from fullshard.comm import GlooTransport
-from models import Mlp, Stack, batch, reference_backward, square_loss
+from models import Branch, Mlp, Stack, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -60,7 +62,7 @@ def test_hooks_on_sharded_parameters(rank: Rank, front_end: FrontEnd, strategy: 
         reference.zero_grad()
         both_backward(model, reference, rank, square_loss())
     named = [name for name, p in model.named_parameters() if local(p).numel()]
-    assert all(calls[f"{kind} {name}"] == 2 for kind in ("hook", "after") for name in named)
+    assert all(calls[f"{when} {name}"] == 2 for when in ("hook", "after") for name in named)
     for parameter in reference.parameters():
         parameter.grad.mul_(2)
     assert_same_gradients(model, reference)
@@ -68,34 +70,6 @@ def test_hooks_on_sharded_parameters(rank: Rank, front_end: FrontEnd, strategy: 
         assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, parameter.dtype)
         assert local(parameter.grad).shape == local(parameter).shape
         assert not isinstance(parameter, DTensor) or parameter.grad.placements == parameter.placements
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@on_ranks(2)
-@each_front_end
-def test_hooks_on_modules(rank: Rank, front_end: FrontEnd) -> None:
-    """Forward and full backward hooks, on units and on what is inside, see what an unsharded module's see."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack))
-
-    def watch(module: Any) -> dict[str, torch.Tensor]:
-        seen: dict[str, torch.Tensor] = {}
-        watched = {"blocks.0": module.blocks[0], "up": unwrapped(module.blocks[1]).up, "last": module.last}
-        for name, inner in watched.items():
-            inner.register_forward_hook(lambda _, a, o, name=name: seen.update({name: o.detach().clone()}))
-            inner.register_full_backward_hook(
-                lambda _, gi, go, name=name: seen.update({name + " in": gi[0], name + " out": go[0]})
-            )
-        return seen
-
-    ours, theirs = watch(model), watch(reference)
-    for module in (model, reference):
-        module(batch(rank.rank, 0, 4, 6)).square().mean().backward()
-    assert set(ours) == set(theirs) and len(ours) == 9
-    for name, value in theirs.items():
-        assert_close(ours[name], value, name, **CLOSE)
 
 
 @on_ranks(2)
@@ -149,23 +123,17 @@ class Fused(nn.Linear):
         return FusedWeightGradient.apply(x, self)
 
 
-class Lookup(nn.Module):
-    """An embedding whose gradients are sparse in one microbatch and dense in the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4, sparse=True)
-        self.dense = False
+class Lookup(nn.Embedding):
+    """An embedding whose gradients are sparse, and dense for the inputs of every other step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dense:
-            return x @ self.table.weight.t()
-        return self.table(torch.arange(3)) * x[:3].sum()
+        dense = x.shape[0] % 2 == 1
+        return x @ self.weight.t() if dense else super().forward(torch.arange(3)) * x[:3].sum()
 
 
 BY_HAND: dict[str, Callable[[], nn.Module]] = {
     "fused": lambda: Fused(4, 5, bias=False),
-    "lookup": Lookup,
+    "lookup": lambda: Lookup(5, 4, sparse=True),
 }
 
 
@@ -175,24 +143,17 @@ def test_gradients_by_hand(rank: Rank, kind: str, strategy: str, microbatches: i
     """What functions and hooks put into ``.grad`` of unsharded parameters is reduced, and added up."""
     plain = build(lambda: nn.Sequential(nn.Linear(4, 4), BY_HAND[kind]()))
     model, reference = sharded_with_reference(COMPOSABLE, rank, plain, ["1"], strategy=strategy)
-
-    def loss_of(module: Any, number: int, step: int) -> torch.Tensor:
-        if kind == "lookup":
-            module[1].dense = step % 2 == 1
-        return module(batch(number, step, 3, 4)).square().mean()
-
+    total: dict[str, Any] = defaultdict(int)
     for step in range(microbatches):
         model.set_requires_gradient_sync(step == microbatches - 1)
-        loss_of(model, rank.rank, step).backward()
-    total: dict[str, torch.Tensor] = {}
-    for step in range(microbatches):
+        model(batch(rank.rank, step, 4 + step, 4)).square().mean().backward()
         for number in range(rank.world_size):
-            (loss_of(reference, number, step) / rank.world_size).backward()
+            (reference(batch(number, step, 4 + step, 4)).square().mean() / rank.world_size).backward()
             for name, parameter in reference.named_parameters():
-                gradient, parameter.grad = parameter.grad.to_dense(), None
-                total[name] = total[name] + gradient if name in total else gradient
-    for name, expected in total.items():
-        assert_close(full_gradients(model)[name], expected, name, rtol=1e-5, atol=1e-6)
+                total[name] += parameter.grad.to_dense()
+                parameter.grad = None
+    for name, gradient in full_gradients(model).items():
+        assert_close(gradient, total[name], name, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -210,26 +171,19 @@ def test_gradient_of_another_placement(rank: Rank) -> None:
 # -------------------------------------------------------------------- complex gradients
 
 
-class Branches(nn.Module):
-    """Complex parameters, of which even ranks use one and odd ranks the other."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.even, self.odd = (nn.Parameter(torch.ones(4, dtype=torch.complex64)) for _ in range(2))
-        self.rank = rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.odd if self.rank % 2 else self.even)
-
-
 @on_ranks(2)
 @each_front_end
 def test_complex_parameter_used_on_one_rank_only(rank: Rank, front_end: FrontEnd) -> None:
     """Complex parameters take part in a reduction although this rank has no gradient for them."""
-    model = front_end.wrap(Branches(rank.rank), rank, [])
-    model(torch.ones(3, 4)).abs().sum().backward()
-    for name, gradient in full_gradients(model).items():
-        assert_close(gradient, torch.full((4,), 1.5 + 0j), name, rtol=1e-5, atol=1e-6)
+    model, reference = sharded_with_reference(front_end, rank, build(Branch).to(torch.complex64), [])
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        unwrapped(module).rank = number
+        return module(batch(number, 0, 3, 6).to(torch.complex64)).abs().sum()
+
+    loss_of(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss_of)
+    assert_same_gradients(model, reference)
 
 
 class Flipped(nn.Module):
@@ -253,7 +207,7 @@ def test_lazily_conjugated_gradients(rank: Rank, microbatches: int) -> None:
 
     Collectives see complex numbers as pairs of real ones; such a gradient has to be resolved before it can be so seen.
     """
-    rows = 4 * GlooTransport.direct_bytes // 8 // 64  # of those that travel on their own
+    rows = 4 * GlooTransport.direct_bytes // 8 // 64  # of those that have a message of their own
     model, reference = sharded_with_reference(COMPOSABLE, rank, build(Flipped, rows), [])
 
     def loss_at(step: int) -> Any:
@@ -263,27 +217,34 @@ def test_lazily_conjugated_gradients(rank: Rank, microbatches: int) -> None:
     assert all(p.grad.is_conj() and p.grad.imag.abs().max() > 0 for p in reference.parameters())
     reference.zero_grad()
     optimizers = [sgd(one, 0.5) for one in (model, reference)]
-    for step in range(3):
+    for step in range(2):
         for microbatch in range(microbatches):
             model.set_requires_gradient_sync(microbatch == microbatches - 1)
             both_backward(model, reference, rank, loss_at(10 * step + microbatch))
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_clear(*optimizers)
 
 
 # -------------------------------------------------------------------- [Note: Who owns a gradient]
+
+
+class Position(nn.Module):
+    """Adds a view of its weight: autograd hands out the memory of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16 * 1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.weight.view(16, 1024))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_memory_that_users_write_to(rank: Rank, strategy: str) -> None:
     """The gradient of an input shares its memory with that of a parameter; writing to either changes only its own."""
-    model = nn.Module()
-    model.position = nn.Parameter(build(lambda: torch.randn(16 * 1024)))
-    model.forward = lambda x: torch.tanh(x + model.position.view(16, 1024))  # a view: autograd hands out its memory
-    before = model.position.detach().clone().view(16, 1024)
+    model: Any = build(Position)
+    before = model.weight.detach().clone().view(16, 1024)
     COMPOSABLE.wrap(model, rank, [], strategy=strategy)
     expected = torch.zeros_like(before)
     x = batch(rank.rank, 0, 16, 1024).requires_grad_()
@@ -293,10 +254,48 @@ def test_memory_that_users_write_to(rank: Rank, strategy: str) -> None:
         x.grad.zero_()
     for number in range(2):
         expected += 3 * (1 - torch.tanh(batch(number, 0, 16, 1024) + before).square()) / 2
-    assert_close(model.position.grad.full_tensor(), expected.view(-1), "gradient of position", rtol=1e-5, atol=1e-6)
+    assert_close(model.weight.grad.full_tensor(), expected.view(-1), "gradient", rtol=1e-5, atol=1e-6)
     model.zero_grad()
     model(x).sum().backward()
     kept = x.grad.clone()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     model.zero_grad(set_to_none=False)
     assert_equal(x.grad, kept, "gradient of the input")
+
+
+# -------------------------------------------------------------------- gradients that only some ranks have
+
+
+class LossAside(nn.Module):
+    """Keeps the output of its inner layer, which alone is in the loss, and returns something else."""
+
+    inner_output: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, detached: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.inner_output = self.inner(hidden.detach() if detached else hidden)
+        return hidden
+
+
+@on_ranks(2)
+@each_front_end
+def test_gradient_around_an_inner_unit_on_one_rank(rank: Rank, front_end: FrontEnd) -> None:
+    """Ranks reduce in the same order, although the inner unit's input has a gradient on rank 0 only.
+
+    Rank 0 reduces the inner unit when autograd comes to its input, rank 1 when backward ends.
+    """
+    model, reference = sharded_with_reference(front_end, rank, build(LossAside), ["inner"])
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        module(batch(number, 0, 4, 6), number == 1)
+        return unwrapped(module).inner_output.square().mean()
+
+    for _ in range(2):
+        loss_of(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of)
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)

@@ -1,4 +1,4 @@
-"""Modules used any number of times, in any order and graph: losses and gradients are those of the unsharded model."""
+"""Modules used any number of times, in any order and graph, with or without gradients, and edited in between."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from front_ends import (
     assert_trains_alike,
     both_backward,
     build,
+    each_front_end,
     gathered,
+    sgd,
     sharded_with_reference,
     unwrapped,
 )
 from fullshard import full_tensors, fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
-from models import Block, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
+from models import Block, LossOf, Stack, batch, square_loss, tiny_units
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -50,11 +52,10 @@ class Coder(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 def test_modules_without_forward(rank: Rank, layout: str) -> None:
-    """Registered methods unshard; a unit that runs none can be gathered by hand and saved."""
+    """Registered methods unshard; a unit that runs none can be unsharded by hand and saved."""
     model, reference = build(Coder), build(Coder)
-    for layer in (model.down, model.up):
-        fully_shard(layer, mesh=rank.mesh, layout=layout)
-    fully_shard(model, mesh=rank.mesh, layout=layout)
+    for module in (model.down, model.up, model):
+        fully_shard(module, mesh=rank.mesh, layout=layout)
     for _ in range(2):
         model.unshard()
         assert model.scale.shape == (3,)
@@ -65,32 +66,12 @@ def test_modules_without_forward(rank: Rank, layout: str) -> None:
         register_fsdp_forward_method(model, name)
 
     def loss(step: int) -> LossOf:
-        def of(coder: Any, r: int) -> torch.Tensor:
-            return coder.decode(coder.encode(torch.linspace(-1, 1, 12).view(2, 6) + step + r)).square().mean()
-
-        return of
+        return lambda coder, r: coder.decode(coder.encode(batch(r, step, 2, 6))).square().mean()  # type: ignore[operator]
 
     assert_trains_alike(model, reference, rank, loss)
 
 
 # -------------------------------------------------------------------- forwards of one step
-
-Forward = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-def repeated(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same block in the middle, in a row and at the end."""
-    return model(x, run=[0, 1, 0, 0, 2, 1, 0])
-
-
-def two_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Two forwards for one backward, of other sizes."""
-    return torch.cat([model(x), model(x[:3] + 1)])
-
-
-def other_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Forwards that run parts of the model, then all of it, then none of the blocks."""
-    return sum(model(x + i, run=run) for i, run in enumerate(([0], [2, 1], None, [1, 0], [])))
 
 
 def no_grad_between(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -99,12 +80,6 @@ def no_grad_between(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         offset = model.blocks[1](x)
     return model.blocks[1](x + offset)
-
-
-def output_unused(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A forward whose output is dropped before another one."""
-    model(x + 3)
-    return model(x)
 
 
 def evaluated_between(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -116,111 +91,47 @@ def evaluated_between(model: Any, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def skipped(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A block that does not run."""
-    return model(x, run=[0, 2])
+FORWARDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "blocks again and again": lambda m, x: m(x, run=[0, 1, 0, 0, 2, 1, 0]),
+    "parts, all, no block": lambda m, x: sum(m(x + i, run=r) for i, r in enumerate(([0], [2, 1], None, [1, 0], []))),
+    "evaluated between": evaluated_between,
+    "no grad between": no_grad_between,
+    "part and root": lambda m, x: torch.cat([m.blocks[1](x)[:, :3], m(x), m.blocks[1](x + 1)[:, :3]]),
+}
+SEVERAL_ROOTS = ("no grad between", "part and root")  # a unit that runs without the root is a root of its own
 
 
-def differentiable_input(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Inputs that require gradients, as those from elsewhere do."""
-    return model(x.requires_grad_())
-
-
-def part_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A unit inside, without its root."""
-    return model.blocks[1](x)
-
-
-def part_and_root(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """The unit inside before, and after, the root that has it as well."""
-    return torch.cat([model.blocks[1](x)[:, :3], model(x), model.blocks[1](x + 1)[:, :3]])
-
-
-FORWARDS: list[Forward] = [
-    repeated,
-    two_forwards,
-    other_parts,
-    output_unused,
-    evaluated_between,
-    skipped,
-    differentiable_input,
-    no_grad_between,
-    part_alone,
-    part_and_root,
-]
-
-
-def loss_of(forward: Forward, step: int) -> LossOf:
-    return lambda model, rank: forward(model, batch(rank, step, 4, 6)).square().mean()
+def loss_of(forward: str, step: int) -> LossOf:
+    return lambda model, rank: FORWARDS[forward](model, batch(rank, step, 4, 6)).square().mean()
 
 
 @on_ranks(2)
 @each_value(front_end=FRONT_ENDS, strategy=STRATEGIES, forward=FORWARDS)
-def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forward: Forward) -> None:
+def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forward: str) -> None:
     """Modules used repeatedly, partly, alone or in vain train as unsharded ones, and each unit is reduced once."""
     with tiny_units():
         model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    model.zero_grad()
-    for step in range(3):
+    for step in range(2):
         with record() as seen:
             both_backward(model, reference, rank, loss_of(forward, step))
         reduced = {(c.unit, c.launch) for c in seen if c.kind in ("reduce_scatter", "all_reduce")}
-        alone = forward in (part_and_root, no_grad_between)  # what runs without the root is a root of its own
-        assert alone or len(reduced) == len({unit for unit, _ in reduced})
+        assert forward in SEVERAL_ROOTS or len(reduced) == len({unit for unit, _ in reduced})
         assert_same_gradients(model, reference)
-        for one in (model, reference):
-            one.zero_grad(set_to_none=step == 1)
-        model.blocks[1].reshard() if front_end.composable else None
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
-@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
-def test_each_step_in_another_way(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
-    """Every step may use the model in another way than the one before: prefetches that guess wrong harm nobody."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    uses = [forward for forward in FORWARDS if forward not in (part_and_root, no_grad_between)]
-    assert_trains_alike(model, reference, rank, lambda step: loss_of(uses[step % len(uses)], step), steps=len(uses) + 2)
-
-
-@on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES, order=["FFbB", "FFBb", "FFs", "FBB", "FBs"])
-def test_graphs_and_backwards(rank: Rank, front_end: FrontEnd, strategy: str, order: str) -> None:
-    """Two (F)orwards with (B)ackwards in any order, of the (s)um, or of one graph that is retained."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    for _ in range(2):
-        if order.startswith("FF"):
-            losses = [square_loss(step)(model, rank.rank) for step in range(2)]
-            if order == "FFs":
-                sum(losses).backward()
-            else:
-                for loss in losses if order == "FFBb" else losses[::-1]:
-                    loss.backward()
-            expected = [square_loss(step) for step in range(2)]
-        else:
-            output = model(batch(rank.rank, 0, 4, 6))
-            output.square().mean().backward(retain_graph=True)
-            if strategy != "SHARD_GRAD_OP":
-                assert [name for name in gathered(model) if "blocks" in name] == []
-            (output.sum() if order == "FBs" else output.square().mean()).backward()
-            second = (lambda m, r: m(batch(r, 0, 4, 6)).sum()) if order == "FBs" else square_loss(0)
-            expected = [square_loss(0), second]
-        for each in expected:
-            reference_backward(reference, rank.world_size, each)
-        assert_same_gradients(model, reference)
-        assert_at_rest(model)
+        if front_end.composable:
+            model.blocks[1].reshard()
+    for module in (model, reference):
+        module.zero_grad()
+    assert_trains_alike(model, reference, rank, steps=2)
 
 
 class Recursive(Block):
     """Calls its unit again, twice."""
 
-    def __init__(self) -> None:
-        super().__init__(6)
-        self.__dict__["again"] = self
+    again: list[Any]
 
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         x = super().forward(x)
-        return x if depth == 0 else self.__dict__["again"](x, depth - 1)
+        return self.again[0](x, depth - 1) if depth else x
 
 
 @on_ranks(2)
@@ -228,27 +139,11 @@ class Recursive(Block):
 def test_recursion(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """A unit that runs inside its own forward trains right."""
     plain = build(Stack)
-    plain.blocks = nn.ModuleList(build(Recursive) for _ in range(2))
+    plain.blocks = nn.ModuleList(build(Recursive, 6) for _ in range(2))
     model, reference = sharded_with_reference(front_end, rank, plain, strategy=strategy)
-    for copied, unit in zip(reference.blocks, model.blocks, strict=True):
-        copied.__dict__["again"] = copied
-        unwrapped(unit).__dict__["again"] = unit
+    for unit in (*reference.blocks, *model.blocks):
+        unwrapped(unit).again = [unit]
     assert_trains_alike(model, reference, rank)
-
-
-class Strange(nn.Module):
-    """Units that return their input, take no tensor, have no parameters, or return nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList([Same(6, 6), Constant(), nn.Tanh(), Silent(), nn.Linear(6, 3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        same, constant, without, silent, last = self.layers
-        x = same(self.first(x)) + constant(6)
-        silent(x)
-        return last(without(x))
 
 
 class Same(nn.Linear):
@@ -272,12 +167,23 @@ class Constant(nn.Module):
 class Silent(nn.Linear):
     """Returns nothing, and remembers the mean of what it saw."""
 
-    def __init__(self) -> None:
-        super().__init__(6, 6)
-        self.register_buffer("mean", torch.zeros(()))
-
     def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
         self.mean = super().forward(x).mean().detach()
+
+
+class Strange(nn.Module):
+    """Units that return their input, take no tensor, have no parameters, or return nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Same(6, 6), Constant(), nn.Tanh(), Silent(6, 6), nn.Linear(6, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        same, constant, without, silent, last = self.layers
+        x = same(self.first(x)) + constant(6)
+        silent(x)
+        return last(without(x))
 
 
 @on_ranks(2)
@@ -307,6 +213,13 @@ class View(nn.Module):
         return self.linear(torch.tanh(x)).view(-1, 2, 3)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "whole": lambda x: x.mul_(2),
+    "part": lambda x: x[:, 0].add_(1),
+    "not": lambda x: x.flatten(1).unbind(0),  # views that nobody changes
+}
+
+
 class ViewChanged(nn.Module):
     """Changes in place the view that a unit returned, or a view of that."""
 
@@ -317,18 +230,13 @@ class ViewChanged(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.layers:
             x = part(x)
-            if self.how == "whole":
-                x.mul_(2)
-            elif self.how == "part":
-                x[:, 0].add_(1)
-            else:
-                x.flatten(1).unbind(0)  # views that nobody changes
+            CHANGES[self.how](x)
             x = x.flatten(1)
         return x
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, how=["whole", "part", "not"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_value(front_end=FRONT_ENDS, how=CHANGES, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_view_of_an_output_changed_in_place(rank: Rank, front_end: FrontEnd, how: str, strategy: str) -> None:
     """An operation in place on a view that a unit returned leaves its collectives where they were in backward."""
     with tiny_units():
@@ -337,11 +245,8 @@ def test_view_of_an_output_changed_in_place(rank: Rank, front_end: FrontEnd, how
     loss = square_loss()(model, rank.rank)
     with record() as seen:
         loss.backward()
-    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == [
-        "layers.2",
-        "layers.1",
-        "layers.0",
-    ]
+    reduced = list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter"))
+    assert reduced == ["layers.2", "layers.1", "layers.0"]
     assert ("layers.0" in {c.unit for c in seen if c.kind == "all_gather"}) == (strategy == "FULL_SHARD")
 
 
@@ -369,3 +274,64 @@ def test_input_changed_in_place(rank: Rank, inputs: int, front_end: FrontEnd) ->
     constant = batch(rank.rank, 0, 4, 6)
     assert_close(model(constant), reference(batch(rank.rank, 0, 4, 6)), "output", rtol=1e-5, atol=1e-6)
     assert constant.min() == 0
+
+
+# -------------------------------------------------------------------- evaluation, and parameters that users write to
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, context=[torch.no_grad, torch.inference_mode])
+def test_inference_first(rank: Rank, context: Callable[[], Any], front_end: FrontEnd) -> None:
+    """Sharding where gradients are off, and a first forward without them, do not spoil the training that follows."""
+    plain = build(Stack)
+    with torch.no_grad():
+        model, reference = sharded_with_reference(front_end, rank, plain)
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+    for _ in range(2):
+        with context():
+            model(batch(0, 0, 4, 6))
+        assert_trains_alike(model, reference, rank, steps=1)
+
+
+@on_ranks(2)
+@each_value(
+    front_end=FRONT_ENDS, strategy=STRATEGIES, before=["nothing", "no-grad forward", "abandoned forward", "step"]
+)
+def test_edits_in_place_are_seen(rank: Rank, front_end: FrontEnd, strategy: str, before: str) -> None:
+    """What is written to parameters in place, whatever ran before, the next forward computes with, and trains on.
+
+    What a forward with gradients keeps for its backward a wrapper does not unshard again: an optimizer's step is seen.
+    """
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    optimizers = [sgd(m, 0.5) for m in (model, reference)]
+    x = batch(0, 1, 4, 6)
+    for _ in range(2):
+        both_backward(model, reference, rank, square_loss())
+        if before in ("no-grad forward", "abandoned forward"):
+            with torch.set_grad_enabled(before == "abandoned forward"):
+                model(x)
+        if before in ("step", "abandoned forward"):
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *reference.parameters()):
+                    parameter.mul_(1.25)
+        assert_close(model(x), reference(x), "output", rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_trains_alike(model, reference, rank, steps=1)
+
+
+@on_ranks(2)
+@each_front_end
+def test_frozen_parameters_may_be_edited(rank: Rank, front_end: FrontEnd) -> None:
+    """In place; composed, also those that a forward has kept for backward."""
+    model = front_end.wrap(build(Stack), rank)
+    model.requires_grad_(False)
+    with torch.set_grad_enabled(front_end.composable):
+        model(batch(0, 0, 4, 6))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(batch(0, 0, 4, 6)).any()

@@ -15,11 +15,9 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compare import assert_equal, fqn_of
 from front_ends import (
-    FLAT,
+    COMPOSABLE,
     FRONT_ENDS,
-    ORIGINAL,
     STRATEGIES,
     FrontEnd,
     assert_at_rest,
@@ -27,14 +25,11 @@ from front_ends import (
     assert_same_values,
     assert_trains_alike,
     build,
-    full_values,
     sgd,
     sharded_with_reference,
+    step_and_clear,
     token_loss,
-    train,
 )
-from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import fully_shard
 from fullshard.activation_checkpoint import (
     ActivationWrapper,
     CheckpointImpl,
@@ -78,7 +73,7 @@ def keep_products(_: object, operator: object, *args: object, **kwargs: object) 
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-FORMS: dict[str, Callable[..., nn.Module]] = {
+KINDS: dict[str, Callable[..., nn.Module]] = {
     "no_reentrant": checkpoint_wrapper,
     "reentrant": functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
     "selective": functools.partial(
@@ -86,21 +81,30 @@ FORMS: dict[str, Callable[..., nn.Module]] = {
     ),
     "offload": offload_wrapper,
 }
-# What the bits of a form are compared with: recomputation makes tensors with the same strides as without it.
+# What the bits of a kind are compared with: recomputation makes tensors with the same strides as without it.
 REFERENCES: dict[str, Callable[..., nn.Module]] = {"offload": CopiedInBackward}
-PLACES = ["inside", "inside layers", "outside", "both"]  # PyTorch's reentrant checkpoints do not nest
-FORMS_AND_PLACES = [(f, p) for f in FORMS for p in PLACES if (f, p) != ("reentrant", "both")]
+KINDS_AND_PLACES = [
+    ("no_reentrant", "inside layers"),
+    ("no_reentrant", "both"),
+    ("reentrant", "inside"),
+    ("reentrant", "outside"),  # PyTorch's reentrant checkpoints do not nest
+    ("selective", "inside"),
+    ("selective", "outside"),
+    ("offload", "inside layers"),
+    ("offload", "both"),
+]
 PRECISIONS = ["fp32", "bf16", "fp64", "autocast"]
 SEEN: list[tuple[torch.dtype, ...]] = []
 
 
 class Watched(Stack):
-    """Notes the dtypes that the layers of its blocks see, also when they are recomputed."""
+    """Notes the dtypes that the layers of its blocks see, also when they are recomputed; has dropout in its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
             block.up.register_forward_hook(note)
+            block.down.register_forward_pre_hook(lambda _, args: (torch.dropout(args[0], 0.5, train=True),))
 
 
 def note(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -112,77 +116,65 @@ def precision_of(front_end: FrontEnd, precision: str) -> dict[str, Any]:
     return front_end.precision(*chosen) if chosen else {}
 
 
-def nest(model: nn.Module, rank: Rank, front_end: FrontEnd, place: str, form: Any, **options: Any) -> nn.Module:
+def nest(model: nn.Module, rank: Rank, front_end: FrontEnd, place: str, kind: Any, **options: Any) -> nn.Module:
     """A copy of a stack in which each block is a unit, and checkpointed at ``place``."""
     model = copy.deepcopy(model)
     for index, block in enumerate(model.blocks):
         if place == "inside layers":
-            block.up, block.down = form(block.up), form(block.down)
-        inner = form(block) if place in ("inside", "both") else block
+            block.up, block.down = kind(block.up), kind(block.down)
+        inner = kind(block) if place in ("inside", "both") else block
         unit = front_end.wrap(inner, rank, [], **options)
-        model.blocks[index] = form(unit) if place in ("outside", "both") else unit
+        model.blocks[index] = kind(unit) if place in ("outside", "both") else unit
     return front_end.wrap(model, rank, [], **options)
 
 
 @on_ranks(2)
 @each_value(
-    front_end=FRONT_ENDS, form_and_place=FORMS_AND_PLACES, precision=PRECISIONS, strategy=[*STRATEGIES, "FULL_SHARD"]
+    front_end=FRONT_ENDS, kind_and_place=KINDS_AND_PLACES, precision=PRECISIONS, strategy=[*STRATEGIES, "FULL_SHARD"]
 )
 def test_same_bits_as_without(
-    rank: Rank, front_end: FrontEnd, form_and_place: tuple[str, str], precision: str, strategy: str
+    rank: Rank, front_end: FrontEnd, kind_and_place: tuple[str, str], precision: str, strategy: str
 ) -> None:
-    """However activations are recomputed or offloaded: weights and the dtypes that layers see are exactly as without.
+    """However activations are recomputed or offloaded: weights, random numbers and dtypes are exactly as without.
 
     Also with microbatches without synchronization. Strides count among what has to be as without: see
     ``CopiedInBackward``.
     """
-    form, place = form_and_place
+    kind, place = kind_and_place
     plain = build(Watched)
     options = {"strategy": strategy, **precision_of(front_end, precision)}
     found, models = [], []
-    for make in (FORMS[form], REFERENCES.get(form, as_it_is)):
+    for make in (KINDS[kind], REFERENCES.get(kind, as_it_is)):
         SEEN.clear()
         model = nest(plain, rank, front_end, place, make, **options)
         optimizer = sgd(model, 2.0**-4)
-        for step in range(6):
+        torch.manual_seed(11)
+        for step in range(3):
             context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
-            with front_end.no_sync(model) if step % 3 == 0 else contextlib.nullcontext():
+            with front_end.no_sync(model) if step == 0 else contextlib.nullcontext():
                 with context:
                     loss = square_loss(step)(model, rank.rank)
                 loss.backward()
-            if step % 3:
-                optimizer.step()
-                optimizer.zero_grad()
+            if step:
+                step_and_clear(optimizer)
         assert_at_rest(model)
         found.append(list(SEEN))
         models.append(model)
     assert set(found[0]) == set(found[1]) and len(set(found[0])) == 1
-    twice = form != "offload" and place != "inside layers"  # whose recomputation stops before the hook
+    twice = kind != "offload" and place != "inside layers"  # whose recomputation stops before the hook
     assert len(found[0]) >= len(found[1]) * (2 if twice else 1)
     assert_same_values(*models)
 
 
-def change_body(model: Any, reentrant: bool, around: bool) -> None:
-    for block in model.blocks:
-        block.checkpointed = reentrant
-    if around:
-        model.checkpointed = reentrant
-
-
-def checkpoint_composably(model: Any) -> None:
-    for block in model.blocks:
-        composable_checkpoint(block)
-
-
-# Ways to checkpoint that are no wrappers around units, or come before or after sharding.
-WAYS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
-    "function inside": (lambda m: change_body(m, False, False), as_it_is),
-    "reentrant function inside": (lambda m: change_body(m, True, False), as_it_is),
-    "function around": (lambda m: setattr(m, "checkpointed", False), as_it_is),
-    "reentrant function around": (lambda m: setattr(m, "checkpointed", True), as_it_is),
-    "functions inside and around": (lambda m: change_body(m, False, True), as_it_is),
-    "composable before": (checkpoint_composably, as_it_is),
-    "composable after": (as_it_is, checkpoint_composably),
+# Ways to checkpoint without wrappers: by ``checkpointed`` of a stack (around its blocks) and of its blocks (inside).
+WAYS: dict[str, dict[str, bool]] = {
+    "function inside": {"inside": False},
+    "reentrant function inside": {"inside": True},
+    "function around": {"around": False},
+    "reentrant function around": {"around": True},
+    "functions inside and around": {"inside": False, "around": False},
+    "composable before": {},
+    "composable after": {},
 }
 
 
@@ -190,22 +182,26 @@ WAYS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 @each_value(front_end=FRONT_ENDS, way=WAYS)
 def test_ways_to_checkpoint(rank: Rank, front_end: FrontEnd, way: str) -> None:
     """Every way of checkpointing, in and around units, gives the gradients of the plain model."""
-    before, after = WAYS[way]
     plain = build(Stack)
     reference = copy.deepcopy(plain)
-    before(plain)
+    plain.checkpointed = WAYS[way].get("around")
+    for block in plain.blocks:
+        block.checkpointed = WAYS[way].get("inside")
+        if way == "composable before":
+            composable_checkpoint(block)
     model = front_end.wrap(plain, rank)
-    after(model)
-    assert_trains_alike(model, reference, rank, steps=4)
+    for block in model.blocks if way == "composable after" else ():
+        composable_checkpoint(block)
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, form=FORMS, when=["before", "after"])
-def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, form: str, when: str) -> None:
+@each_value(1, front_end=FRONT_ENDS, kind=KINDS, when=["before", "after"])
+def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, kind: str, when: str) -> None:
     """``apply_activation_checkpointing`` before or after sharding trains alike, and names stay clean."""
     model, reference = build(Language), build(Language)
     checkpointed = functools.partial(
-        apply_activation_checkpointing, checkpoint_wrapper_fn=FORMS[form], auto_wrap_policy=ModuleWrapPolicy({Block})
+        apply_activation_checkpointing, checkpoint_wrapper_fn=KINDS[kind], auto_wrap_policy=ModuleWrapPolicy({Block})
     )
     if when == "before":
         checkpointed(model)
@@ -213,55 +209,19 @@ def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, form: 
     if when == "after":
         checkpointed(model)
     assert_trains_alike(model, reference, rank, token_loss)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
+    assert list(model.state_dict()) == list(reference.state_dict())
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, form=["no_reentrant", "reentrant", "offload"])
-def test_root_in_a_checkpoint(rank: Rank, form: str, front_end: FrontEnd) -> None:
+@each_value(front_end=FRONT_ENDS, kind=["no_reentrant", "reentrant", "offload"])
+def test_root_in_a_checkpoint(rank: Rank, kind: str, front_end: FrontEnd) -> None:
     """The whole sharded model in one checkpoint."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack))
 
     def loss_at(step: int) -> LossOf:
         return lambda module, number: module(batch(number, step, 4, 6).requires_grad_()).square().mean()
 
-    assert_trains_alike(FORMS[form](model), reference, rank, loss_at)
-
-
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, place=["inside", "outside"], form=["no_reentrant", "reentrant", "reentrant"])
-def test_random_numbers_are_drawn_again(rank: Rank, front_end: FrontEnd, place: str, form: str) -> None:
-    """Recomputed dropout equals that of forward."""
-
-    class Draws(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(torch.dropout(x, 0.5, train=True))
-
-    plain = build(Stack)
-    plain.blocks = nn.ModuleList(Draws(6) for _ in range(2))
-    models = [nest(plain, rank, front_end, each, FORMS[form]) for each in (place, "none")]
-    losses = []
-    for model in models:
-        torch.manual_seed(11)
-        losses.append(train(model, rank, square_loss, 3))
-    assert_equal(losses[0], losses[1], "losses")
-    assert_same_values(*models)
-
-
-@on_ranks(2)
-@each_value(front_end=[ORIGINAL, FLAT], form=["no_reentrant", "offload"])
-def test_module_of_the_wrapper_is_what_was_wrapped(rank: Rank, form: str, front_end: FrontEnd) -> None:
-    """``.module`` looks through a checkpoint, attributes are forwarded through both wrappers, names are as before."""
-    model = nest(build(Stack), rank, front_end, "inside", FORMS[form])
-    block = model.blocks[0]
-    assert type(block.module) is Block
-    with FSDP.summon_full_params(model):
-        assert block.up.weight is block.module.up.weight
-        names = [name for name, _ in model.named_parameters()]
-    assert names == [name for name, _ in build(Stack).named_parameters()]
-    assert front_end == FLAT or {fqn_of(name) for name, _ in model.named_parameters()} == set(names)
-    assert set(full_values(model)) == set(names)
+    assert_trains_alike(KINDS[kind](model), reference, rank, loss_at)
 
 
 class Offset(nn.Module):
@@ -276,28 +236,23 @@ class Offset(nn.Module):
         return shifted, shifted.square().mean()
 
 
-class Shifted(nn.Module):
+class Shifted(nn.Sequential):
     """A layer, and an offset that is added last: the backward of that needs no recomputation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.offset = nn.Linear(6, 6), Offset()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: self.offset(torch.tanh(self.layer(x)))[0], x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)[0]
 
 
 @on_ranks(2)
 def test_units_that_are_recomputed_after_their_own_backward(rank: Rank) -> None:
     """Also where they stay unsharded, modules hold the sharded parameters afterwards, which have the gradients."""
-    reference = build(Shifted)
-    model = copy.deepcopy(reference)
-    fully_shard(model.offset, mesh=rank.mesh)
-    fully_shard(model, mesh=rank.mesh).set_reshard_after_backward(False)
+    plain = build(lambda: Shifted(nn.Linear(6, 6), nn.Tanh(), Offset()))
+    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, ["2"])
+    model.set_reshard_after_backward(False)
     for step in range(3):
         model(batch(rank.rank, step, 4, 6)).square().mean().backward()
         reference_backward(reference, rank.world_size, lambda m, r, s=step: m(batch(r, s, 4, 6)).square().mean())
-        assert isinstance(model.offset.value, DTensor)
+        assert isinstance(model[2].value, DTensor)
         assert_same_gradients(model, reference)
         for each in (model, reference):
             each.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from front_ends import (
     assert_same_values,
     assert_trains_alike,
     build,
-    each_front_end,
     sharded_with_reference,
     token_loss,
     unwrapped,
@@ -36,15 +36,9 @@ from pairwise import each_value
 from ranks import Rank, on_ranks
 
 
-class Deeper(nn.Module):
+def deeper() -> nn.Module:
     """A language model below another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.last = Language(), nn.Linear(13, 5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.last(self.model(ids))
+    return nn.Sequential(OrderedDict(model=Language(), last=nn.Linear(13, 5)))
 
 
 # Which modules become units, innermost first, below the root; and the unit that has to own the weight ("" is the root).
@@ -69,7 +63,7 @@ def loss_at(step: int) -> LossOf:
 def test_lowest_common_unit_owns_it_once(rank: Rank, front_end: FrontEnd, nesting: str) -> None:
     """However its holders are spread over units: one owner, all names, one object, and training as unsharded."""
     units, owner = NESTINGS[nesting]
-    model, reference = sharded_with_reference(front_end, rank, build(Deeper), units)
+    model, reference = sharded_with_reference(front_end, rank, build(deeper), units)
     names = ["model.embedding.weight", "model.head.weight"]
     with record() as seen:
         assert_trains_alike(model, reference, rank, loss_at)
@@ -82,14 +76,13 @@ def test_lowest_common_unit_owns_it_once(rank: Rank, front_end: FrontEnd, nestin
         assert len(list(model.parameters())) == len(list(reference.parameters()))
         visible = {fqn_of(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         assert visible[names[0]] is visible[names[1]]
-    state, expected = model.state_dict(), reference.state_dict()
-    assert list(state) == list(expected)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
     if front_end.composable:
         assert state[names[0]].to_local().data_ptr() == state[names[1]].to_local().data_ptr()
     else:
         with FSDP.summon_full_params(model, writeback=False):
-            shown = {fqn_of(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-            assert shown[names[0]] is shown[names[1]]
+            assert unwrapped(model).model.embedding.weight is unwrapped(model).model.head.weight
             listed = [fqn_of(n) for n, _ in model.named_parameters()]
             assert listed == [n for n, _ in reference.named_parameters()]
     assert_at_rest(model)
@@ -113,18 +106,17 @@ def test_units_without_a_common_unit_are_refused(rank: Rank, order: tuple[str, s
 @on_ranks(2)
 def test_separate_wrappers_are_refused(rank: Rank) -> None:
     """A weight that two wrapped models share without a wrapper around both is refused, on all ranks."""
-    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
-    second.weight = first.weight
-    wrapped = ORIGINAL.wrap(first, rank, [])
+    model = build(Language)
+    embedding, head = (ORIGINAL.wrap(each, rank, []) for each in (model.embedding, model.head))
     with pytest.raises(TiedParameterError, match="weight"):
-        ORIGINAL.wrap(second, rank, [])(wrapped(torch.ones(2, 6)))
+        head(embedding(torch.ones(2, 6, dtype=torch.int64)))
 
 
 @on_ranks(2)
 def test_sharding_layer_by_layer_gives_no_false_ties(rank: Rank) -> None:
     """Layers that are built, sharded and collected one by one never count as tied, though ids are used again."""
     kept = nn.ModuleList()
-    for index in range(60):
+    for index in range(30):
         layer = fully_shard(nn.Linear(4, 4), mesh=rank.mesh)
         if index % 10 == 0:
             kept.append(layer)
@@ -155,16 +147,13 @@ class Twice(nn.Module):
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("units", [["block"], ["left"]], ids=str)
+@each_value(front_end=FRONT_ENDS, units=[["block"], ["block"], ["left"], ["left"]])
 def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
     """A shared module is one unit, or part of one, and runs several times; each parameter is owned once."""
     plain = build(Twice)
-    if not front_end.composable and units == ["block"]:  # what one wraps by hand has to be put in all its places
-        policy: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Block})}
-        model, reference = sharded_with_reference(front_end, rank, plain, [], **policy)
-    else:
-        model, reference = sharded_with_reference(front_end, rank, plain, units)
+    by_hand = front_end.composable or units != ["block"]  # what is wrapped by hand has to be put in all its places
+    policy: dict[str, Any] = {} if by_hand else {"auto_wrap_policy": ModuleWrapPolicy({Block})}
+    model, reference = sharded_with_reference(front_end, rank, plain, units if by_hand else [], **policy)
     owned = [fqn for unit in nested_units(model) for p in unit.parameters for fqn in p.fqns]
     assert len(nested_units(model)) == 1 + len(units) and len(owned) == len(set(owned))
     assert_trains_alike(model, reference, rank)
@@ -177,10 +166,9 @@ def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None
 
     After a forward the module has the unsharded parameters, whose gradients count wherever they come from; not at rest.
     """
-    plain = build(Twice)
-    plain.left.requires_grad_(False)
-    plain.left = FSDP(plain.left)
-    model = plain  # a wrapper around it would own what is shared
+    model = build(Twice)  # a wrapper around it would own what is shared
+    model.left.requires_grad_(False)
+    model.left = FSDP(model.left)
     model(torch.ones(2, 6)).sum().backward()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -201,41 +189,28 @@ ORDERS = [
 ]
 
 
-class Around(nn.Module):
+def around() -> nn.Module:
     """An embedding that shares the weight of a head inside of another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.outer = nn.Linear(4, 4, bias=False), nn.Module()
-        self.outer.body, self.outer.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-        self.outer.forward = lambda x: self.outer.head(self.outer.body(x).tanh())
-        self.embedding.weight = self.outer.head.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.embedding(x))
+    embedding, head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    embedding.weight = head.weight
+    outer = nn.Sequential(OrderedDict(body=nn.Linear(6, 6), tanh=nn.Tanh(), head=head))
+    return nn.Sequential(OrderedDict(embedding=embedding, outer=outer))
 
 
 @on_ranks(2)
 @each_value(front_end=FRONT_ENDS, order=ORDERS)
 def test_units_in_any_order(rank: Rank, front_end: FrontEnd, order: list[str]) -> None:
     """Outer modules may become units before those inside of them, tied ones included: training is as unsharded."""
-    model, reference = build(Around), build(Around)
+    model, reference = build(around), build(around)
     whole: nn.Module = model
     for name in order:
-        parent, _, last = name.rpartition(".")
-        if front_end.composable or not name:
-            made = front_end.wrap(model.get_submodule(name), rank, [])
-            whole = whole if name else made
-        else:
-            holder = model.get_submodule(parent)
-            while isinstance(holder, FSDP):
-                holder = holder.module
-            setattr(holder, last, front_end.wrap(getattr(holder, last), rank, []))
-
-    def loss(step: int) -> LossOf:
-        return lambda m, r: m(torch.linspace(-1, 1, 8).view(2, 4) + step + r).square().mean()
-
-    assert_trains_alike(whole, reference, rank, loss)
+        made = front_end.wrap(model.get_submodule(name), rank, [])
+        if not name:
+            whole = made
+        elif not front_end.composable:
+            parent, _, last = name.rpartition(".")
+            setattr(unwrapped(model.get_submodule(parent)), last, made)
+    assert_trains_alike(whole, reference, rank)
 
 
 # -------------------------------------------------------------------- which object it is

@@ -1,7 +1,9 @@
-"""Parameters that are frozen, at any time, or ignored: neither is reduced; ignored ones are left to their owner."""
+"""Parameters that are frozen, at any time, ignored, or put into a sharded model: only trainable ones are reduced."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate as composable_ddp
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from compare import assert_close, assert_equal
 from front_ends import (
@@ -18,114 +22,36 @@ from front_ends import (
     FLAT,
     FRONT_ENDS,
     ORIGINAL,
-    STRATEGIES,
     FrontEnd,
-    adam,
     assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     both_backward,
     build,
     each_front_end,
-    gathered,
     sharded_with_reference,
+    step_and_clear,
     token_loss,
     unwrapped,
 )
 from fullshard import fully_shard
-from fullshard.comm import Collective, record
+from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
-from models import Frozen, Language, Stack, batch, packed_numel, reference_backward, square_loss, tiny_units, tokens
+from models import Language, Mlp, Stack, batch, reference_backward, square_loss, tokens
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
 LAYERS, WIDTH = 4, 32
+
+Choice = Callable[[Any], list[nn.Parameter]]
 
 
 def layers() -> nn.Sequential:
     return build(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))))
 
 
-Choice = Callable[[Any], list[nn.Parameter]]
-
-
-def nothing(model: Any) -> list[nn.Parameter]:
-    return []
-
-
-def weights(model: Any) -> list[nn.Parameter]:
-    return [layer[0].weight for layer in model]
-
-
-def first_layer(model: Any) -> list[nn.Parameter]:
-    return list(model[0].parameters())
-
-
-def middle_layers(model: Any) -> list[nn.Parameter]:
-    return [*model[1].parameters(), *model[2].parameters()]
-
-
-def last_layer(model: Any) -> list[nn.Parameter]:
-    return list(model[3].parameters())
-
-
-def everything(model: Any) -> list[nn.Parameter]:
-    return list(model.parameters())
-
-
-def freeze(model: Any, choice: Choice) -> None:
-    """Freeze what is chosen and nothing else."""
-    frozen = {id(p) for p in choice(model)}
-    for p in model.parameters():
-        p.requires_grad_(id(p) not in frozen)
-
-
 def layer_loss(step: int) -> Any:
     return square_loss(step, 8, WIDTH)
-
-
-def reductions(model: Any, rank: Rank, step: int = 0) -> list[Collective]:
-    """Of one backward."""
-    with record() as seen:
-        layer_loss(step)(model, rank.rank).backward()
-    return [c for c in seen if c.kind == "reduce_scatter"]
-
-
-def message_numel(world_size: int, *pieces: int) -> int:
-    """Elements of a packed message: all ranks' pieces, and one presence number per parameter."""
-    return world_size * packed_numel(*pieces, len(pieces))
-
-
-# -------------------------------------------------------------------- training
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
-@pytest.mark.parametrize(
-    "choices",
-    [
-        (first_layer, middle_layers, last_layer, weights, nothing, middle_layers),
-        (everything, last_layer, weights, everything, nothing),
-    ],
-    ids=["another choice every step", "everything first"],
-)
-def test_toggling_between_steps(rank: Rank, choices: tuple[Choice, ...], front_end: FrontEnd) -> None:
-    """Parameters may be frozen and unfrozen before any step; the optimizer leaves frozen ones alone."""
-    model, reference = sharded_with_reference(front_end, rank, layers())
-    optimizers = adam(model.parameters()), adam(reference.parameters())
-    for step, choice in enumerate(choices):
-        for module in (model, reference):
-            module.zero_grad()
-            freeze(module, choice)
-        loss = layer_loss(step)(model, rank.rank)
-        assert loss.requires_grad == (choice is not everything)
-        if loss.requires_grad:
-            loss.backward()
-        reference_backward(reference, rank.world_size, layer_loss(step))
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_values(model, reference, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
@@ -142,76 +68,47 @@ def test_everything_frozen_first(rank: Rank, early: bool, front_end: FrontEnd) -
     expected = torch.autograd.grad(reference(x).sum(), x)[0]
     assert_close(x.grad, expected, "gradient of the input", rtol=1e-5, atol=1e-6)
     assert "reduce_scatter" not in {c.kind for c in seen} and all(p.grad is None for p in model.parameters())
-    assert not model(batch(0, 9, 8, WIDTH)).requires_grad
+    assert not model(x.detach()).requires_grad
     for module in (model, reference):
         module.requires_grad_(True)
-    assert len({c.unit for c in reductions(model, rank)}) == LAYERS
-    model.zero_grad()
     assert_trains_alike(model, reference, rank, layer_loss)
-
-
-# -------------------------------------------------------------------- what is sent
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("front_end", "early"), [(COMPOSABLE, False), (ORIGINAL, True), (FLAT, True)], ids=str)
 def test_only_trainable_elements_are_reduced(rank: Rank, early: bool, front_end: FrontEnd) -> None:
-    """With frozen weights exactly the biases' elements are reduced, plus presence numbers and padding."""
+    """With frozen weights the biases' elements are reduced, plus presence numbers and padding."""
     plain = layers()
-    if early:
-        freeze(plain, weights)
+    for layer in plain if early else ():
+        layer[0].weight.requires_grad_(False)
     model = front_end.wrap(plain, rank)
-    if not early:
-        freeze(model, weights)
-    seen = reductions(model, rank)
-    assert list(dict.fromkeys(c.unit for c in seen)) == ["3", "2", "1", "0"]
-    if front_end.composable:
-        assert [c.numel for c in seen] == [message_numel(rank.world_size, -(-WIDTH // rank.world_size))] * LAYERS
-    else:
-        assert LAYERS * WIDTH <= sum(c.numel for c in seen) <= LAYERS * (WIDTH + 8 * rank.world_size)
+    for layer in () if early else model:
+        layer[0].weight.requires_grad_(False)
+    with record() as seen:
+        layer_loss(0)(model, rank.rank).backward()
+    reduced = [c for c in seen if c.kind == "reduce_scatter"]
+    assert list(dict.fromkeys(c.unit for c in reduced)) == ["3", "2", "1", "0"]
+    assert LAYERS * WIDTH <= sum(c.numel for c in reduced) <= LAYERS * (WIDTH + 8 * rank.world_size)
 
 
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
-def test_units_that_are_all_frozen(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
-    """They are not reduced, freed in backward, and at the start of the model not gathered in backward at all."""
-    plain = build(Frozen, 4)
-    plain.blocks[0].requires_grad_(False)
-    with tiny_units():
-        model, reference = sharded_with_reference(front_end, rank, plain, strategy=strategy)
-    for step in range(2):
-        loss = square_loss(step)(model, rank.rank)
-        with record() as seen:
-            loss.backward()
-        assert gathered(model) == []
-        sent = {c.unit for c in seen if c.kind != "all_gather"}
-        assert sent == {"", "blocks.2", "blocks.3"}
-        assert not [c for c in seen if c.kind == "all_gather"]  # the last two blocks were kept
-        reference_backward(reference, rank.world_size, square_loss(step))
-    assert_same_gradients(model, reference)
-
-
-class BothEnds(nn.Module):
-    """Two parts that are called one at a time: ids to vectors, and vectors to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
+class Ends(nn.ModuleDict):
+    """An embedding and a head, called one at a time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) if x.is_floating_point() else self.embedding(x)
+        return self["head" if x.is_floating_point() else "embedding"](x)
 
 
 class Sandwich(nn.Module):
-    """Both ends around a layer, in whose backward the head is frozen if ``freezes``."""
+    """A layer between the two, in whose backward the head is frozen if ``freezes``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends, self.middle, self.freezes = BothEnds(), nn.Linear(6, 6), False
+        self.ends = Ends({"embedding": nn.Embedding(13, 6), "head": nn.Linear(6, 13)})
+        self.middle, self.freezes = nn.Linear(6, 6), False
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.middle(self.ends(ids))
-        x.register_hook(lambda _: self.ends.head.requires_grad_(not self.freezes) and None)
+        x.register_hook(lambda _: self.ends["head"].requires_grad_(not self.freezes) and None)
         return self.ends(x)
 
 
@@ -222,16 +119,13 @@ def test_freezing_between_the_parts_of_an_open_ended_backward(rank: Rank) -> Non
     The ids tell no end, so the unit rests after the head's part, holding its gradient, until backward is over.
     Were the head not noted then, it would not take part in the reduction and have no gradient, or one too late.
     """
-
     model, reference = sharded_with_reference(COMPOSABLE, rank, build(Sandwich), ["ends", "middle"])
     for step, freezes in enumerate((False, True, False)):
         model.freezes = freezes
-        both_backward(
-            model, reference, rank, lambda m, number, step=step: m(tokens(number, step, 4, 5)).square().mean()
-        )
-        assert model.ends.head.weight.requires_grad != freezes
+        both_backward(model, reference, rank, lambda m, r, step=step: m(tokens(r, step, 4, 5)).square().mean())
+        assert model.ends["head"].weight.requires_grad != freezes
         assert_same_gradients(model, reference)
-        model.ends.head.requires_grad_(True)
+        model.ends["head"].requires_grad_(True)
         model.zero_grad()
         reference.zero_grad()
 
@@ -239,16 +133,16 @@ def test_freezing_between_the_parts_of_an_open_ended_backward(rank: Rank) -> Non
 # -------------------------------------------------------------------- ignored parameters
 
 
-def biases(model: Any) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.ndim == 1]
-
-
 def a_block(model: Any) -> list[nn.Parameter]:
     return list(model.blocks[1].parameters())
 
 
-def of_the_root(model: Any) -> list[nn.Parameter]:
-    return [*model.first.parameters(), model.last.bias]
+IGNORED: dict[str, Choice] = {
+    "biases": lambda model: [p for p in model.parameters() if p.ndim == 1],
+    "a block": a_block,
+    "of the root": lambda model: [*model.first.parameters(), model.last.bias],
+    "everything": lambda model: list(model.parameters()),
+}
 
 
 def average(parameters: Iterable[nn.Parameter], rank: Rank) -> None:
@@ -268,17 +162,10 @@ def ignoring(front_end: FrontEnd, rank: Rank, choose: Choice, **options: Any) ->
 
 
 @on_ranks(2)
-@each_value(
-    front_end=FRONT_ENDS,
-    choose=[biases, a_block, of_the_root, everything],
-    strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
-)
-def test_ignored_parameters(rank: Rank, front_end: FrontEnd, choose: Choice, strategy: str) -> None:
-    """They stay the same plain objects with this rank's gradients; averaged by hand, the whole model trains right.
-
-    Microbatches without synchronization add up in their ``.grad`` as autograd leaves them.
-    """
-    model, reference, ignored = ignoring(front_end, rank, choose, strategy=strategy)
+@each_value(front_end=FRONT_ENDS, which=IGNORED, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_ignored_parameters_stay_what_they_are(rank: Rank, front_end: FrontEnd, which: str, strategy: str) -> None:
+    """The same plain objects, with this rank's gradients; averaged by hand, the whole model trains right."""
+    model, reference, ignored = ignoring(front_end, rank, IGNORED[which], strategy=strategy)
     held = {id(p): p.detach().clone() for p in ignored}
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-4, foreach=False) for m in (model, reference)]
     for step in range(3):
@@ -289,22 +176,19 @@ def test_ignored_parameters(rank: Rank, front_end: FrontEnd, choose: Choice, str
         for each in (10 + step, step):
             reference_backward(reference, rank.world_size, square_loss(each))
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_clear(*optimizers)
     assert_same_values(model, reference, **CLOSE)
     present = {id(p): p for p in model.parameters()}
     assert all(type(present[each]) is nn.Parameter and present[each].shape == held[each].shape for each in held)
     if front_end.composable:
         assert all(isinstance(p, DTensor) == (key not in held) for key, p in present.items())
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
+    assert list(model.state_dict()) == list(reference.state_dict())
 
 
 @on_ranks(2)
 @each_front_end
-def test_own_gradients_of_ignored_parameters(rank: Rank, front_end: FrontEnd) -> None:
-    """They get this rank's own gradient, and are never sent."""
+def test_ignored_parameters_are_never_sent(rank: Rank, front_end: FrontEnd) -> None:
+    """They get this rank's own gradient; their owner may write to, replace and freeze them at any time."""
     model, reference, ignored = ignoring(front_end, rank, a_block)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
@@ -313,6 +197,16 @@ def test_own_gradients_of_ignored_parameters(rank: Rank, front_end: FrontEnd) ->
     for ours, theirs in zip(ignored, reference.blocks[1].parameters(), strict=True):
         assert_equal(ours.grad, theirs.grad, "gradient of this rank")
     assert model.state_dict()["blocks.1.up.weight"].data_ptr() == ignored[0].data_ptr()
+    for each in (model, reference):
+        block = unwrapped(each.blocks[1])
+        block.up.weight = nn.Parameter(torch.full_like(block.up.weight, 0.1))
+        block.down.requires_grad_(False)
+        each.zero_grad()
+    square_loss(1)(model, rank.rank).backward()
+    average(a_block(unwrapped(model)), rank)
+    reference_backward(reference, rank.world_size, square_loss(1))
+    assert unwrapped(model.blocks[1]).down.weight.grad is None
+    assert_same_gradients(model, reference)
 
 
 class Scaled(nn.Linear):
@@ -359,25 +253,6 @@ def test_ignoring_a_tied_parameter(rank: Rank, front_end: FrontEnd) -> None:
 
 
 @on_ranks(2)
-@each_front_end
-def test_ignored_parameters_are_replaced_and_edited(rank: Rank, front_end: FrontEnd) -> None:
-    """They may be written to, replaced and frozen by their owner at any time."""
-    model, reference, _ = ignoring(front_end, rank, a_block)
-    square_loss()(model, rank.rank).backward()
-    blocks = [unwrapped(each.blocks[1]) for each in (model, reference)]
-    for block in blocks:
-        block.up.weight = nn.Parameter(torch.full_like(block.up.weight, 0.1))
-        block.down.requires_grad_(False)
-    for each in (model, reference):
-        each.zero_grad()
-    square_loss(1)(model, rank.rank).backward()
-    average(blocks[0].up.parameters(), rank)
-    reference_backward(reference, 2, square_loss(1))
-    assert blocks[0].down.weight.grad is None
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
 def test_one_call_alone_ignores(rank: Rank) -> None:
     """A unit above need not repeat it; a lazy parameter may be ignored, and gets its shape in the first forward."""
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 4)), nn.LazyLinear(3))
@@ -386,3 +261,84 @@ def test_one_call_alone_ignores(rank: Rank) -> None:
     assert type(model[0][0].bias) is nn.Parameter and unit_of(model).parameters == []
     assert model(torch.ones(2, 6)).shape == (2, 3)
     assert model[1].weight.shape == (3, 4) and not isinstance(model[1].weight, DTensor)
+
+
+# -------------------------------------------------------------------- parameters that are added after sharding
+
+
+class Adapter(nn.Module):
+    """A layer with a low-rank addition."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(6, 2, bias=False), nn.Linear(2, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def warnings_of(model: nn.Module, rank: Rank) -> list[str]:
+    """Those about parameters, of two steps."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            model(batch(rank.rank, step, 4, 6)).square().mean().backward()
+            step_and_clear(optimizer)
+    return [str(each.message) for each in caught if "were put into a sharded model" in str(each.message)]
+
+
+def with_adapter(model: Any) -> Adapter:
+    """Put an adapter around the first layer."""
+    layers = unwrapped(model).layers
+    layers[0] = Adapter(layers[0])
+    return layers[0]
+
+
+@on_ranks(1, 2)
+@each_value(front_end=FRONT_ENDS, frozen=[False, True], steps=[0, 1, 1, 0])
+def test_added_parameters_are_reported_once(rank: Rank, front_end: FrontEnd, frozen: bool, steps: int) -> None:
+    """A warning at the first step names those that the optimizer trains, by their FQNs in the user's model."""
+    model = front_end.wrap(build(Mlp, 6, 7, 3), rank)
+    assert not steps or not warnings_of(model, rank)
+    model.requires_grad_(not frozen)
+    with_adapter(model)
+    found = warnings_of(model, rank)
+    assert len(found) == (rank.world_size > 1)
+    assert all("layers.0.down.weight, layers.0.up.weight;" in each for each in found)
+
+
+def all_reduce(parameter: Any) -> None:
+    dist.all_reduce(parameter.grad)
+
+
+AVERAGED: dict[str, Callable[[nn.Module], Any]] = {
+    "frozen": lambda m: m.requires_grad_(False),
+    "DistributedDataParallel": DistributedDataParallel,
+    "composable DistributedDataParallel": composable_ddp,
+    "sharded": fully_shard,
+    "hooks": lambda m: m.weight.register_post_accumulate_grad_hook(all_reduce),
+}
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, how=AVERAGED)
+def test_parameters_that_are_averaged_otherwise_are_not_reported(rank: Rank, front_end: FrontEnd, how: str) -> None:
+    """No warning where gradients are averaged by other means, or where there are none."""
+    model = front_end.wrap(build(Mlp, 6, 7, 3), rank)
+    adapter = with_adapter(model)
+    for name in ("down", "up"):
+        made = AVERAGED[how](getattr(adapter, name))
+        if isinstance(made, nn.Module):
+            setattr(adapter, name, made)
+    assert not warnings_of(model, rank)
+
+
+@on_ranks(2)
+@each_front_end
+def test_ignored_parameters_are_not_reported(rank: Rank, front_end: FrontEnd) -> None:
+    """Parameters that sharding was told to ignore are left to their owner without a word, in copies too."""
+    plain = build(Mlp, 6, 7, 3)
+    model = front_end.wrap(plain, rank, [], **front_end.ignoring(plain.layers[1].parameters()))
+    for each in (copy.deepcopy(model), model):
+        assert not warnings_of(each, rank)
