@@ -38,7 +38,7 @@ FAULTS: list[Fault] = [
         '            importlib.import_module("fullshard.ragged")  # programs that do not know fullshard cannot\n',
         "            pass\n",
         "An unchanged program cannot have the ragged layout: it raises as it shards.",
-        (_INSTALL, _PROGRAM),
+        ("engine/test_ragged.py",),
     ),
     Fault(
         "dropin/stand_ins.py",
@@ -55,10 +55,10 @@ FAULTS: list[Fault] = [
         (_INSTALL,),
     ),
     Fault(
-        "dropin/names.py",
-        " or any(map(is_torch_fsdp, value.values()))",
-        "",
-        "Tables of torch's that have its FSDP classes as values keep them.",
+        "dropin/stand_ins.py",
+        "    if vars(module).get(name) is ours:\n        vars(module)[name] = theirs\n",
+        "    vars(module)[name] = theirs\n",
+        "uninstall() replaces what a program has put in the place of one of torch's names.",
         (_INSTALL,),
     ),
     Fault(

@@ -150,6 +150,6 @@ FAULTS: list[Fault] = [
         '        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # every new group adds a prefix to it\n',
         "",
         "After a plan uncaught errors are shown as those of a rank.",
-        (_CHOICES,),
+        ("test_plan_leaves_nothing.py",),
     ),
 ]
