@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_PLAN, _CHOICES = "test_planning.py", "test_planning_choices.py"
+_PLAN, _CHOICES, _OTHER_JOBS = "test_planning.py", "test_planning_choices.py", "test_plans_of_other_jobs.py"
 
 FAULTS: list[Fault] = [
     Fault(
@@ -80,7 +80,7 @@ FAULTS: list[Fault] = [
         'once = (ranks - 1) / (ranks - inside) if self.backend == "gloo" else 1.0',
         "once = 1.0",
         "Plans of several nodes over gloo have each byte cross the network once for every rank.",
-        (_PLAN, _CHOICES, "bench/test_bench_planned.py"),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/caching.py",
@@ -122,7 +122,7 @@ FAULTS: list[Fault] = [
         "            self._shorter, self._found = [], {}\n            return False\n",
         "            return False\n",
         "Blocks that take longer than the first ones are estimated as if they did not.",
-        (_CHOICES,),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/plan.py",
@@ -136,7 +136,7 @@ FAULTS: list[Fault] = [
         "return self.reserved_bytes <= self.cluster.usable",
         "return self.reserved_bytes <= self.cluster.memory",
         "A step fits that leaves nothing to the buffers of NCCL.",
-        (_CHOICES, _PLAN),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/dry_run.py",
@@ -150,6 +150,6 @@ FAULTS: list[Fault] = [
         '        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # every new group adds a prefix to it\n',
         "",
         "After a plan uncaught errors are shown as those of a rank.",
-        ("test_plan_leaves_nothing.py",),
+        (_OTHER_JOBS,),
     ),
 ]

@@ -113,7 +113,7 @@ FAULTS: list[Fault] = [
         "        flag = differs(flag, group) or flag\n",
         "        flag = flag or differs(flag, group)\n",
         "A rank that has failed does not take part as the others ask who has, and they wait for it.",
-        ("test_agreement_of_ranks.py", "wrapper/test_summon.py"),
+        ("wrapper/test_summon.py",),
     ),
     Fault(
         "ranks/barrier.py",
@@ -124,9 +124,9 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "ranks/barrier.py",
-        '        kind, message = json.loads(keys.compare_set(decided, "", json.dumps(result)))\n',
-        '        keys.compare_set(decided, "", json.dumps(result))\n        kind, message = result\n',
-        "A rank that comes last to a save in which another one has failed takes it for a success.",
+        "            result = _result_of(dict(called), self.ranks, seconds)\n",
+        '            result = "", ""\n',
+        "Ranks of which one saves and another one loads go on as if they had called the same.",
         ("checkpoint/test_barrier.py",),
     ),
     Fault(
@@ -147,15 +147,15 @@ FAULTS: list[Fault] = [
         "ranks/verdict.py",
         "        names = report.related if report.awaited is None else [report.awaited[0]]\n",
         "        names = report.related\n",
-        "A run is ended because a replica is through that nobody waits for.",
-        ("test_watchdog.py",),
+        "A run is ended because a process is gone that nobody waits for.",
+        ("test_verdicts.py",),
     ),
     Fault(
         "ranks/verdict.py",
         "            rank in late[each] or reports[each].waits_for is None",
         "            True",
         "A run is ended because a rank has ended that had sent all that others still receive.",
-        ("test_watchdog.py",),
+        ("test_verdicts.py",),
     ),
     Fault(
         "ranks/watchdog.py",
@@ -165,24 +165,10 @@ FAULTS: list[Fault] = [
         ("test_watchdog.py",),
     ),
     Fault(
-        "ranks/watchdog.py",
-        '            if self._rank in failure["ranks"]:\n',
-        '            if self._rank == failure["ranks"][0]:\n',
-        "One rank of those that are stuck raises, and the others wait until the back end's time-out.",
-        ("test_watchdog.py",),
-    ),
-    Fault(
         "progress.py",
         "        if self._stepped_at != self.count:\n",
         "        if True:\n",
         "A run is ended because ranks have other numbers of optimizers.",
         ("engine/test_launch_log.py",),
-    ),
-    Fault(
-        "progress.py",
-        "        self.failure = self.raised = self.waiting = None\n",
-        "        self.raised = self.waiting = None\n",
-        "After a run that was ended no other one can train in the same processes.",
-        ("test_watchdog.py",),
     ),
 ]
