@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_PLAN, _CHOICES = "test_planning.py", "test_planning_choices.py"
+_PLAN, _CHOICES, _OTHER_JOBS = "test_planning.py", "test_planning_choices.py", "test_plans_of_other_jobs.py"
 
 FAULTS: list[Fault] = [
     Fault(
@@ -74,5 +74,82 @@ FAULTS: list[Fault] = [
         "        if mesh.size() > self.ranks:\n",
         "A plan of more ranks is applied without a word.",
         (f"{_CHOICES}::test_a_plan_of_something_else",),
+    ),
+    Fault(
+        "planning/cluster.py",
+        'once = (ranks - 1) / (ranks - inside) if self.backend == "gloo" else 1.0',
+        "once = 1.0",
+        "Plans of several nodes over gloo have each byte cross the network once for every rank.",
+        (_OTHER_JOBS,),
+    ),
+    Fault(
+        "planning/caching.py",
+        "segment[max(place - 1, 0) : place + 2]",
+        "segment[place : place + 2]",
+        "Freed memory is not joined with what is free before it, and plans reserve more than there will be.",
+        (_PLAN,),
+    ),
+    Fault(
+        "planning/simulation/streams.py",
+        "                free = self._link_free.get(kernel.passage.link, 0.0)\n",
+        "                free = 0.0\n",
+        "Messages share a link without taking each other's time.",
+        (_PLAN, "devices/test_device_modelled_network.py", "bench/test_bench_modelled_network.py"),
+    ),
+    Fault(
+        "planning/simulation/group.py",
+        "[self._summed(t, t, opts) for t in tensors], tensors, passes=2)",
+        "[self._summed(t, t, opts) for t in tensors], tensors)",
+        "An all-reduce has the latency of one pass.",
+        (_PLAN, "bench/test_bench_modelled_network.py"),
+    ),
+    Fault(
+        "planning/ledger.py",
+        "        self.changes = [each._replace(nbytes=0) if each.storage in gone else each for each in self.changes]\n",
+        "",
+        "Optimizer state in CPU memory counts as memory of the device.",
+        (_CHOICES,),
+    ),
+    Fault(
+        "planning/search.py",
+        "        self._more *= max(1.0, full.reserved / found.reserved) if not found.error else 1.0\n",
+        "",
+        "A step is recommended that does not fit as soon as all of it is planned.",
+        (_CHOICES,),
+    ),
+    Fault(
+        "planning/search.py",
+        "            self._shorter, self._found = [], {}\n            return False\n",
+        "            return False\n",
+        "Blocks that take longer than the first ones are estimated as if they did not.",
+        (_OTHER_JOBS,),
+    ),
+    Fault(
+        "planning/plan.py",
+        "t[: rows // count] if t.dim() and t.shape[0] == rows else t",
+        "t",
+        "Each microbatch has the rows of the whole batch.",
+        (_PLAN,),
+    ),
+    Fault(
+        "planning/planned_step.py",
+        "return self.reserved_bytes <= self.cluster.usable",
+        "return self.reserved_bytes <= self.cluster.memory",
+        "A step fits that leaves nothing to the buffers of NCCL.",
+        (_OTHER_JOBS,),
+    ),
+    Fault(
+        "planning/dry_run.py",
+        "        for name in _OWN_PROGRESS:\n",
+        "        for name in ():\n",
+        "After a plan the watchdog and traces take the planned step for one of training.",
+        (_CHOICES,),
+    ),
+    Fault(
+        "planning/dry_run.py",
+        '        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # every new group adds a prefix to it\n',
+        "",
+        "After a plan uncaught errors are shown as those of a rank.",
+        (_OTHER_JOBS,),
     ),
 ]

@@ -1,0 +1,118 @@
+"""Faults in the offloading of parameters, gradients, optimizer state and activations to CPU memory."""
+
+from tests.faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        "engine/reduction/grad_reduction.py",
+        "        if self.plan.ends_on_host:\n            self._pending_work.synchronize()\n",
+        "",
+        "The optimizer reads offloaded gradients before they have arrived.",
+        ("devices/test_device_offload.py",),
+    ),
+    Fault(
+        "engine/reduction/grad_reduction.py",
+        "            self._finalized, self._leaving = hosts, self._finalized\n",
+        "            self._finalized = hosts\n",
+        "Memory of gradients is used again while they are copied to the CPU.",
+        ("devices/test_device_offload.py", "accelerator/test_steady_step.py"),
+    ),
+    Fault(
+        "engine/reduction/queue.py",
+        "                if follows or reduction.is_read_by_host:\n",
+        "                if reduction.is_read_by_host:\n",
+        "Gradients of microbatches are added in another order where a rank misses one: bits differ between replicas.",
+        ("accelerator/test_steady_step.py", "devices/test_device_offload.py"),
+    ),
+    Fault(
+        "engine/runtime.py",
+        "            self.comm_streams.all_gather.synchronize()\n",
+        "            pass\n",
+        "Offloaded parameters are changed by the optimizer while they are copied to the device.",
+        ("devices/test_device_offload.py",),
+    ),
+    Fault(
+        "engine/settings.py",
+        "            room -= sizes[index] if chosen[index] else 0\n",
+        "",
+        "A fraction of the parameters to offload is exceeded.",
+        ("engine/test_offload.py",),
+    ),
+    Fault(
+        "engine/unit.py",
+        'parameter.offloaded and value.device.type not in ("cpu", "meta"):',
+        "False:",
+        "A module that is moved to the device is trained there, though its state was to be in CPU memory.",
+        ("devices/test_device_offload.py",),
+    ),
+    Fault(
+        "engine/buckets/all_gather.py",
+        "                source = source.to(target.device, non_blocking=True)",
+        "                pass",
+        "Offloaded parameters in mixed precision are cast on the CPU, and the host waits for each copy.",
+        ("devices/test_device_offload.py",),
+    ),
+    Fault(
+        "engine/buckets/base.py",
+        "            return host_buffer(numel, value.dtype, pin=self.storage.pin_memory).zero_()\n",
+        "            return host_buffer(numel, value.dtype, pin=False).zero_()\n",
+        "Offloaded parameters are in pageable memory, and the host waits for each copy.",
+        ("devices/test_device_offload.py",),
+    ),
+    Fault(
+        "optim/offload.py",
+        "            to_host.synchronize()\n",
+        "            pass\n",
+        "Optimizer state that is saved right after a step has not arrived yet.",
+        ("devices/test_device_optimizer_offload.py",),
+    ),
+    Fault(
+        "optim/offload.py",
+        "            part.host[id(entries), name] = entry\n",
+        "",
+        "Each step pins new CPU memory for all of the optimizer's state.",
+        ("devices/test_device_offload_reuse.py",),
+    ),
+    Fault(
+        "optim/offload.py",
+        "        optimizer.register_load_state_dict_post_hook(step.offload.place)\n",
+        "",
+        "After a load the optimizer's state lies on the device, which may not have room for it.",
+        ("devices/test_device_optimizer_offload.py",),
+    ),
+    Fault(
+        "optim/offload.py",
+        "                    stored.finish()\n",
+        "                    pass\n",
+        "The optimizer's state stays on the device until the end of the step, all of it.",
+        ("devices/test_device_optimizer_offload.py",),
+    ),
+    Fault(
+        "activation_offload.py",
+        "            stays = is_freed_in_place(storage) or storage._cdata in self._kept\n",
+        "            stays = storage._cdata in self._kept\n",
+        "Unsharded parameters are copied to the CPU as if they were activations.",
+        ("devices/test_device_activations.py",),
+    ),
+    Fault(
+        "activation_offload.py",
+        "        if tensor._version != version:\n",
+        "        if False:\n",
+        "Backward computes with activations that were changed in place since, without an error.",
+        ("devices/test_device_activations.py",),
+    ),
+    Fault(
+        "activation_offload.py",
+        "                    activation.device = None\n",
+        "                    pass\n",
+        "A graph that is kept for a second backward keeps its activations on the device.",
+        ("devices/test_device_activations.py",),
+    ),
+    Fault(
+        "activation_offload.py",
+        "first = min(begin for begin, _ in spans) // ALIGNMENT * ALIGNMENT",
+        "first = min(begin for begin, _ in spans[:1]) // ALIGNMENT * ALIGNMENT",
+        "Of several activations in one memory those before the first that was saved come back with wrong values.",
+        ("devices/test_device_activations.py",),
+    ),
+]

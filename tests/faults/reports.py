@@ -1,0 +1,111 @@
+"""Faults that were found in November 2026, by their reports: what mended them is taken back."""
+
+from tests.faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        "engine/reduction/grad_reduction.py",
+        "for plan, kept in self._kept.items() if plan in self._needed)",
+        "for plan, kept in self._kept.items())",
+        "Gradients that a reduction in flight takes along are shown as pending, and what is written to them is lost.",
+        ("engine/test_pending_gradients.py",),
+    ),
+    Fault(
+        "engine/parameters/held.py",
+        "        local = torch.empty_strided(shape, stride, dtype=whole.dtype, device=device)\n",
+        "        local = torch.empty(shape, dtype=whole.dtype, device=device)\n",
+        "Shards in a state dict of the wrapper have other strides than those of fully_shard.",
+        ("wrapper/test_state_dict_sharded.py",),
+    ),
+    Fault(
+        "engine/runtime.py",
+        "                        unit.reshard()  # whatever the settings say: its all-gather may have failed\n",
+        "                        self._reshard_after_forward(unit, has_backward=False)\n",
+        "After a forward whose all-gather failed the next one computes with what there is in the buffer.",
+        ("training/test_exceptions.py",),
+    ),
+    Fault(
+        "engine/runtime.py",
+        "            if unit.is_unsharded and unit.is_idle:  # recomputed after its own backward, or without one\n",
+        "            if False:\n",
+        "Units that are recomputed after their own backward stay unsharded: steps need the memory of the whole model.",
+        ("training/test_recomputation.py",),
+    ),
+    Fault(
+        "engine/runtime.py",
+        "                PROGRESS.order.append(unit.name)\n",
+        "                pass\n",
+        "Ranks that are stuck because one has left out a module are not told which.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "engine/buckets/base.py",
+        "            self._name = UnitName(unit, zlib.crc32(text.encode()), numbers)\n",
+        "            self._name = UnitName(unit, zlib.crc32(text.encode()))\n",
+        "A correct run is ended because one rank has made its buffers anew.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "engine/buckets/base.py",
+        "if shape.numel and size > 1\n",
+        "if shape.numel\n",
+        "A correct run is ended because strides of dims of size 1 differ.",
+        ("test_watchdog.py",),
+    ),
+    Fault(
+        "engine/optimizer_steps.py",
+        "    return _sharded + ShardedParameter.superseded\n",
+        "    return _sharded\n",
+        "An optimizer that was built before a parameter was sharded, and has stepped, never steps it again.",
+        ("optim/test_given_parameters.py",),
+    ),
+    Fault(
+        "engine/unit.py",
+        "        if before_forward and self.mesh.world_size > 1 and not self.policy.offloads:\n",
+        "        if False:\n",
+        "What is written to parameters through .data between two forwards is lost.",
+        ("training/test_evaluation_and_edits.py",),
+    ),
+    Fault(
+        "engine/runtime.py",
+        "        if self.prefetcher.units():  # in vain",
+        "        if False:  # in vain",
+        "An optimizer steps offloaded parameters that a prefetch which nothing uses still reads.",
+        ("engine/test_offload.py", "devices/test_device_offload.py", "accelerator/test_seeded_faults.py"),
+    ),
+    Fault(
+        "composable/state_dicts.py",
+        "    if replaced and not ",
+        "    if False and not ",
+        "A state dict has the old values of a parameter that was put in the place of an unsharded one.",
+        ("engine/test_state_dict_of_shards.py",),
+    ),
+    Fault(
+        "wrapper/state_dict/model.py",
+        "            for name in self._saved_names():\n                state.pop(prefix + name, None)\n",
+        "            state.clear()\n",
+        "With rank0_only other ranks lose what the caller has in the dictionary, and what modules outside have saved.",
+        ("wrapper/test_state_dict.py",),
+    ),
+    Fault(
+        "activation_checkpoint.py",
+        "    plan_for(policy, model, sharded=True).apply(wrap)\n",
+        "    plan_for(policy, model).apply(wrap)\n",
+        "Activation checkpointing of a model that is sharded already does nothing.",
+        ("wrap/test_activation_checkpoint.py",),
+    ),
+    Fault(
+        "checkpoint/format/pickles.py",
+        "        if any(isinstance(part, tuple) for each in inner for part in each):\n",
+        "        if inner:\n",
+        "A value with a key of tuples in a tuple is saved, and cannot be loaded again.",
+        ("checkpoint/test_saved_values.py",),
+    ),
+    Fault(
+        "dropin/inherit/sitecustomize.py",
+        "                raise ImportError(MISSING) from error\n",
+        "                raise RuntimeError(MISSING) from error\n",
+        "A program with a fallback for a missing FSDP ends with another error where fullshard is not installed.",
+        ("dropin/test_dropin_program.py",),
+    ),
+]
