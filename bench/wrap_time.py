@@ -37,14 +37,11 @@ from bench.report import cell, column, value_under
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
-TITLE = "Time to wrap"
 FIGURES = {"constructor": "wrapping", "first_step": "first step", "both": "both together"}
 SYSTEMS = (*WRAPPING, *COMPOSABLE)
 # Contestant -> what it is measured by, and the key of their ratio.
 PEERS = {name: (peer, "ratio_to_fsdp1") for name, peer in PEER_WITH_SAME_FLAG.items()}
 PEERS[FULLSHARD] = (FSDP2, "ratio_to_fsdp2")
-# What they may take of their peer's time.
-TARGETS = {"constructor": 0.50, "both": 0.60}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,23 +120,6 @@ def ratio(figure: str, entry: Mapping[str, Any]) -> str:
     return cell(next((each for each in found if each is not None), None))
 
 
-def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Per front end of fullshard: the ratios that have a target, and whether they meet it."""
-    found = [
-        (f"{FIGURES[figure]}, {name}:", value_under(summary, (name, figure, key)), limit)
-        for figure, limit in TARGETS.items()
-        for name, (_, key) in PEERS.items()
-    ]
-    return [report.verdict(what, each["median"], limit) for what, each, limit in found if each is not None]
-
-
-def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
-    """A panel per figure and peer."""
-    titles = {"ratio_to_fsdp1": "FSDP1", "ratio_to_fsdp2": "FSDP2"}
-    panels = {f"{label} / {titles[peer]}": (key, peer) for peer in titles for key, label in FIGURES.items()}
-    return report.bars(summary, panels)
-
-
 def run(options: Options) -> None:
     """Compare the time that wrapping a model of many small modules takes in fullshard and in torch."""
     with fake_group(options.ranks):
@@ -151,14 +131,7 @@ def run(options: Options) -> None:
         f"process group, one thread, its CPU time; {options.rounds} rounds. Ratios are to FSDP1 with the same flag, "
         "and to FSDP2.",
         table(summary, failures),
-        *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),
     ]
-    report.publish(
-        options,
-        "wrap_time",
-        {"settings": options.settings, "contestants": summary, "not_run": failures},
-        paragraphs,
-        title=TITLE,
-        panels=panels(summary),
-    )
+    figures = {"settings": options.settings, "contestants": summary, "not_run": failures}
+    report.publish(options, "wrap_time", figures, paragraphs)

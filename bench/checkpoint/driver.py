@@ -31,16 +31,16 @@ import torch
 from safetensors.torch import load_file
 
 from bench import report, resident_memory
-from bench.checkpoint.report import OPERATIONS, Operation, Way, panels, paragraphs, summarize
+from bench.checkpoint.report import OPERATIONS, Operation, Way, paragraphs, summarize
 from bench.checkpoint.systems import FILE, KEEPERS, digest, write_weights
 from bench.checkpoint.worker import TRAINED, Answer, Request
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
 from bench.contestants import CONTESTANTS
 from bench.models import GPT, GPTShape
-from bench.statistics import turn_order
 from bench.teams import Launch, Teams
 from bench.training.contest import LOSS_TOLERANCE
+from bench.turns import turn_order
 
 TOKENS = 64
 TEMPORARY = Path(tempfile.gettempdir())
@@ -95,8 +95,8 @@ class Contest:
     def start(self, system: str) -> None:
         """Start a system's ranks."""
         told = {name: getattr(self._options, name) for name in ("ranks", "threads", "width", "blocks")}
-        worker = "bench.checkpoint.worker"
-        self.teams.start(Launch.of(CONTESTANTS[system], worker, self._folder, system=system, tokens=TOKENS, **told))
+        told |= {"system": system, "tokens": TOKENS}
+        self.teams.start(Launch.of(CONTESTANTS[system], "bench.checkpoint.worker", self.teams.folder, **told))
         losses: Any = self.teams.ask(system, "loss")
         if losses is not None:
             self.losses[system] = sum(losses) / len(losses)
@@ -199,7 +199,7 @@ def kind_of_file_system(folder: Path) -> str:
 
 def measured(options: Options, operations: Sequence[Operation], systems: Sequence[str]) -> dict[str, Any]:
     """Start everyone, do all operations, and say how it went, JSON-ready."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as place, Teams(Path(place)) as teams:
+    with tempfile.TemporaryDirectory(dir=options.folder) as place, Teams() as teams:
         contest = Contest(options, Path(place), teams)
         for system in systems:
             contest.start(system)
@@ -244,8 +244,6 @@ def run(options: Options) -> bool:
         "checkpoint",
         result,
         told,
-        title=f"Checkpoints at width {options.width}",
-        panels=panels(result) if right else (),
         # What only some took part in does not replace the results of all.
         parts=(options.width, *(["part"] if options.what or options.only else [])),
         marker=f"checkpoint:{options.width}",

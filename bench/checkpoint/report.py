@@ -1,9 +1,9 @@
-"""What is measured of checkpoints, and what is concluded from the answers: ratios, tables, verdicts, a plot."""
+"""What is measured of checkpoints, and what is concluded from the answers: ratios, tables, verdicts."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from bench.report import column, mebibytes
 from bench.statistics import Spread, paired_ratios
 
 RETURNED, DONE = "returned", "done"
-BUDGET_BYTES = 1 << 30  # of extra memory per rank
 PICKLE, BROADCAST = f"{FSDP1}+torch.save", f"{FSDP1}+broadcast"
 
 
@@ -35,8 +34,7 @@ class Operation:
         name: As in the table, and of the method of all ways that have no other.
         systems: Who does it.
         peers: The way among these that is fastest is what all are measured by.
-        target: What fullshard may take of the peer's time. None: any.
-        clock: Which time the target is about.
+        clock: Which time the fastest peer is chosen by.
         expect: What must be there afterwards, if it reads: TRAINED or INITIAL.
         optimizer: Whether it reads the optimizer's state.
         made_by: The method that writes what it reads, once. None: it writes, or reads the common file.
@@ -47,7 +45,6 @@ class Operation:
     name: str
     systems: tuple[str, ...]
     peers: tuple[str, ...] = (FSDP2,)
-    target: float | None = 1.0
     clock: str = RETURNED
     expect: str | None = None
     optimizer: bool = False
@@ -68,16 +65,15 @@ OPERATIONS = (
     Operation("save_weights", (*OURS, FSDP2, FSDP1), clock=DONE),
     Operation("save", (*OURS, FSDP2, FSDP1), clock=DONE),
     # FSDP1's sharded tensors cannot be staged: "torch function 'data_ptr' ... not supported for ShardedTensor".
-    Operation("async_save", (FULLSHARD, WRAPPER_FLAT, FSDP2), target=None, clock=DONE),
-    Operation("async_save_kept", (FULLSHARD, FSDP2), target=None, clock=DONE),
+    Operation("async_save", (FULLSHARD, WRAPPER_FLAT, FSDP2), clock=DONE),
+    Operation("async_save_kept", (FULLSHARD, FSDP2), clock=DONE),
     Operation("load_weights", (*OURS, FSDP2), expect=TRAINED, made_by="save_weights"),
     Operation("load", (*OURS, FSDP2), expect=TRAINED, optimizer=True, made_by="save"),
-    # Neither side waits for the disk by itself, so the target is about the time until the call returns.
+    # Neither side waits for the disk by itself, so this is about the time until the call returns.
     Operation(
         "export",
         (*OURS, FSDP1, FSDP2),
         peers=(FSDP2, FSDP1),
-        target=0.8,
         others=(Way(PICKLE, FSDP1, "export_pickle"),),
         kept=True,
     ),
@@ -85,7 +81,6 @@ OPERATIONS = (
         "import",
         (*OURS, FSDP1, FSDP2),
         peers=(FSDP2, FSDP1, BROADCAST),
-        target=0.8,
         expect=INITIAL,
         others=(Way(BROADCAST, FSDP1, "import_broadcast"),),
     ),
@@ -149,28 +144,6 @@ def table(result: Mapping[str, Any]) -> str:
     return report.table("what, contestant", rows, columns, failures)
 
 
-def verdicts(result: Mapping[str, Any]) -> Iterator[str]:
-    """Per operation with a target: fullshard's ratios to the peer, and whether they meet it; then memory."""
-    memory: dict[str, int] = {}
-    for name, summary in result["operations"].items():
-        operation, ways = BY_NAME[name], {way: summary["ways"][way] for way in OURS if way in summary["ways"]}
-        # An asynchronous save copies on purpose.
-        if not name.startswith("async_save"):
-            memory |= {f"{name}, {way}": entry["extra_bytes"] or 0 for way, entry in ways.items()}
-        key = f"{operation.clock}_ratio"
-        ratios = {way: entry[key]["median"] for way, entry in ways.items() if key in entry}
-        if operation.target is None or not ratios:
-            continue
-        missed = "" if max(ratios.values()) <= operation.target else " (missed)"
-        listed = ", ".join(f"{way} {value:.2f}" for way, value in ratios.items())
-        yield f"{name}: {listed}, of at most {operation.target:.2f} of {summary['peer']}'s time{missed}"
-    if memory:
-        most = max(memory, key=lambda label: memory[label])
-        missed = "" if memory[most] <= BUDGET_BYTES else " (missed)"
-        text = f"{memory[most] / 2**20:.0f} MiB of at most {BUDGET_BYTES / 2**20:.0f}"
-        yield f"extra memory per rank: {text}, in {most}{missed}"
-
-
 def paragraphs(result: Mapping[str, Any]) -> list[str]:
     """What stands between the markers of one width."""
     settings = result["settings"]
@@ -182,16 +155,5 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
         f"{settings['files_on']}, in the page cache when they are read. A ratio is that of the medians; in brackets "
         "are the smallest and the largest of the rounds. Values were bitwise those saved, every time.",
         table(result),
-        *report.against_targets(verdicts(result)),
         *report.could_not_run(result["not_run"]),
     ]
-
-
-def panels(result: Mapping[str, Any]) -> list[report.Dots]:
-    """A row per operation: fullshard's time over the peer's."""
-    times: dict[str, dict[str, float]] = {}
-    for name, summary in result["operations"].items():
-        found = report.value_under(summary["ways"], (FULLSHARD, f"{BY_NAME[name].clock}_ratio"))
-        if found is not None:
-            times[name.replace("_", " ")] = {FULLSHARD: found["median"]}
-    return [report.Dots("time / peer", times, {1.0: "the fastest peer"}, logarithmic=True)]

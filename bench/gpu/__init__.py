@@ -1,8 +1,7 @@
 """Everything that a real GPU can show about fullshard, in one command and ten minutes: ``python -m bench gpu``.
 
-- ``driver.py``    the command: the parts one after another, the JSON and the page
+- ``driver.py``    the command: the parts one after another, the JSON, and the blocks of ``docs/performance/gpu.md``
 - ``parts.py``     what there is to run; each part is a process of its own under a time limit
-- ``page.py``      ``docs/performance/gpu.md`` out of the JSON
 - ``device.py``    an accelerator of any type for the parts: CUDA, or the emulated one for a rehearsal
 - ``models.py``    what the parts train, and by whom
 - ``suite.py``     the tests on the device

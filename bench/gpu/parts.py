@@ -14,13 +14,7 @@ from bench.teams import Launch, ask_alone
 
 @dataclass(frozen=True)
 class Settings:
-    """What all parts are told.
-
-    Attributes:
-        device: Type of accelerator.
-        small: Whether this is a rehearsal: tiny models, few steps.
-        seconds: Time limit of this part.
-    """
+    """What all parts are told: type of accelerator, whether this is a rehearsal, and their time limit."""
 
     device: str
     small: bool
@@ -29,19 +23,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
-
-    Attributes:
-        name: Key in the JSON.
-        module: Of this package; its ``measure(settings, **options)`` returns what goes into the JSON.
-        seconds: Its time limit.
-        options: For ``measure``.
-        environment: Variables of its process.
-    """
+    """One part: a module of this package whose ``measure(settings, **options)`` returns what goes into the JSON."""
 
     name: str
     module: str
-    seconds: float
+    seconds: float  # its time limit
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,7 +1,4 @@
-"""The tests on the device: ``tests/devices``, and as many of the ordinary ones as the time limit lets through.
-
-With pytest-xdist, where it is installed, several at a time.
-"""
+"""The tests on the device: ``tests/devices``, and as many of the ordinary ones as the time limit lets through."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from bench.gpu.parts import Settings
 # In the order in which they run, so what matters most on a device comes first.
 FOLDERS = ("devices", "training", "engine", "optim", "wrapper", "checkpoint")
 REHEARSED = ("devices/test_device_checkpoint.py",)
-WORKERS = 8  # at most: each has worlds of one, two and four ranks
 # Ranks of NCCL that share a GPU: little of its memory for each communicator, and there are many.
 SMALL = {"NCCL_BUFFSIZE": str(2**19), "NCCL_MAX_CTAS": "2"}
 TO_END = 20.0  # seconds that an interrupted pytest has for its report
@@ -33,16 +29,14 @@ TO_END = 20.0  # seconds that an interrupted pytest has for its report
 
 def measure(settings: Settings) -> dict[str, Any]:
     """How many passed, failed and were skipped, by file, and how those that failed did."""
-    files = REHEARSED if settings.small else FOLDERS
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
-        command += [] if settings.small else workers()
-        process = subprocess.Popen(
-            [*command, *(f"tests/{name}" for name in files)],
-            cwd=REPOSITORY,
-            env={**SMALL, **os.environ, "FULLSHARD_TEST_DEVICE": settings.device},
-        )
+        if importlib.util.find_spec("xdist") and not settings.small:  # each has worlds of one, two and four ranks
+            command += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
+        command += [f"tests/{name}" for name in (REHEARSED if settings.small else FOLDERS)]
+        environment = {**SMALL, **os.environ, "FULLSHARD_TEST_DEVICE": settings.device}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
         stopped = False
         try:
             process.wait(max(1.0, settings.seconds - TO_END))
@@ -51,12 +45,6 @@ def measure(settings: Settings) -> dict[str, Any]:
             process.send_signal(signal.SIGINT)  # pytest ends with a report of what it has done
             process.wait(TO_END)
         return {**read_report(told), "stopped_by_the_time_limit": stopped, "status": process.returncode}
-
-
-def workers() -> list[str]:
-    """Options with which pytest-xdist runs several files at a time; none where it is not installed."""
-    count = max(1, min(WORKERS, (os.cpu_count() or 1) // 2))
-    return ["-n", str(count), "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.contestants import BF16, UNSHARDED, composable, options_of
-from bench.memory_limit.ledger import Ledger, range_of, recorded
+from bench.ledger import Ledger, range_of, recorded
 from bench.nccl_counts import emulated, group
 from bench.nccl_counts.blocks import CONFIGURATIONS, Configuration, LlamaBlock
 from bench.nccl_counts.group import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Journal, counted_ranks

@@ -8,9 +8,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import report
+from bench.command_line import Options as SharedOptions
+from bench.command_line import option
+from bench.environment import REPOSITORY
 from bench.planned.programs import Program
 from bench.statistics import spread
 from fullshard.planning.cluster import GIB, Cluster, cluster_of, infiniband
@@ -302,3 +308,26 @@ def _spread(cells: Sequence[Mapping[str, Any]], key: str) -> str:
     """Median and most of the errors."""
     errors = [abs(_error(cell, key)) for cell in cells]
     return f"{100 * spread(errors).median:.1f} %, {100 * max(errors):.1f} %" if errors else "-"
+
+
+# ------------------------------------------------------------------ the benchmark
+
+MEMORY, TIME = "memory", "time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """Memory takes some five minutes, time some twenty."""
+
+    what: tuple[str, ...] = option((MEMORY, TIME), choices=(MEMORY, TIME))
+    document: Path = REPOSITORY / "docs" / "performance" / "planned.md"
+
+
+def run(options: Options) -> None:
+    """Plan all rows."""
+    torch.set_num_threads(1)
+    rows = published_rows()
+    for what in options.what:
+        cells = list(memory_cells(rows) if what == MEMORY else time_cells(rows))
+        said = memory_paragraphs(cells) if what == MEMORY else time_paragraphs(cells)
+        report.publish(options, f"planned_{what}", {"settings": options.settings, "cells": cells}, said)
