@@ -49,7 +49,6 @@ EARLIER = {"23a9c6b": " That was before optimizers stepped local tensors by defa
 
 
 def _of_width(width: int) -> dict[str, Find]:
-    """Each way to compare a step, and its peers' memory."""
     fair, name = "time_ratio_to_better_peer_with_our_malloc", f"step_{width}"
     ours = {
         "fair": fair,
@@ -69,7 +68,6 @@ def _of_width(width: int) -> dict[str, Find]:
 
 
 def _environment(name: str, key: str) -> Find:
-    """Of a result: a field of its environment."""
     return lambda results: getattr(results[name].environment, key) if name in results else None
 
 

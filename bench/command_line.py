@@ -68,7 +68,6 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was measured, for the JSON."""
         return {name: value for name, value in asdict(self).items() if name not in OUTSIDE_SETTINGS}
 
 
@@ -96,31 +95,18 @@ def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: Any) -> None:
     if kind is bool:
         parser.add_argument(flag, help=text, action=argparse.BooleanOptionalAction)
         return
-    reader = _number(kind, least) if kind in (int, float) else _choice(choices) if choices else kind
-    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
-    parser.add_argument(flag, help=text, type=reader, action="append" if repeated else "store", metavar=metavar)
 
-
-def _number(kind: type, least: float | None) -> Callable[[str], Any]:
-    bound = least if least is not None else 1 if kind is int else 0
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not value >= bound:  # nor NaN
-            raise argparse.ArgumentTypeError(f"expected at least {bound}, got {text}")
+    def read(given: str) -> Any:
+        value, bound = kind(given), least if least is not None else 1 if kind is int else 0
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"unknown {given!r}; known are {', '.join(choices)}")
+        if kind in (int, float) and not value >= bound:  # nor NaN
+            raise argparse.ArgumentTypeError(f"expected at least {bound}, got {given}")
         return value
 
     read.__name__ = kind.__name__
-    return read
-
-
-def _choice(choices: Sequence[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"unknown {text!r}; known are {', '.join(choices)}")
-        return text
-
-    return read
+    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
+    parser.add_argument(flag, help=text, type=read, action="append" if repeated else "store", metavar=metavar)
 
 
 def start(

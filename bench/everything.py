@@ -57,7 +57,6 @@ def missing(names: list[str], folder: Path, environment: Environment) -> bool:
 
 
 def run(options: Options) -> bool:
-    """Run all that is missing, then write the pages."""
     environment, failed = current_environment(), []
     if environment.commit.endswith(DIRTY) and not options.plan:
         raise UsageError(f"src or bench differ from commit {environment.commit.split()[0]}: commit first")

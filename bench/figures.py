@@ -52,7 +52,6 @@ class Figure:
         return report.cell(found, ".3f" if hides else ".2f")
 
     def median(self, results: Results) -> float | None:
-        """The value without its spread."""
         found = self.find(results)
         return found["median"] if isinstance(found, Mapping) else found
 

@@ -32,44 +32,31 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
+from bench import contestants as who
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import (
-    CONTESTANTS,
-    FSDP1,
-    FSDP1_FLAT,
-    FSDP2,
-    FULLSHARD,
-    PEER_WITH_SAME_FLAG,
-    RAGGED,
-    UNSHARDED,
-    WRAPPER,
-    WRAPPER_FLAT,
-    distribute,
-)
-from bench.models import tiny_units
+from bench.contestants import CONTESTANTS, FSDP2, FULLSHARD, PEER_WITH_SAME_FLAG, distribute
+from bench.models import TinyUnit
 from bench.report import column
 from bench.simulators.silent import silent_ranks
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 from fullshard.comm import NcclTransport
 
-PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, WRAPPER, WRAPPER_FLAT)
+PLAIN = who.UNSHARDED
+SYSTEMS = (PLAIN, who.FSDP1, who.FSDP1_FLAT, FSDP2, FULLSHARD, who.RAGGED, who.WRAPPER, who.WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # The second model, and who runs it.
 DIRECT = "nine direct parameters"
-OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED)
-PARAMETERS, WIDTH = 9, 16
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, who.RAGGED)
+PARAMETERS, WIDTH = 9, TinyUnit.width
 
 Summary = Mapping[str, Mapping[str, Any]]  # by contestant and figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """All systems."""
-
     units: int = 100
     direct_units: int = option(30, "Units with nine parameters, each in a message of its own.")
     ranks: int = 8
@@ -80,8 +67,6 @@ class Options(SharedOptions):
 
 
 class Nine(nn.Sequential):
-    """So many matrices."""
-
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(PARAMETERS)))
 
@@ -97,12 +82,10 @@ def each_on_its_own() -> Iterator[None]:
 
 
 class Runner:
-    """One contestant's model and optimizer, warmed up."""
-
     def __init__(self, system: str, options: Options, device: str = "cpu", direct: bool = False) -> None:
         torch.manual_seed(0)
         self.device, self.steps = torch.device(device), options.steps_per_round
-        model = tiny_units(options.units)
+        model = nn.Sequential(*(TinyUnit() for _ in range(options.units)))
         if direct:
             model = nn.Sequential(*(Nine() for _ in range(options.direct_units)))
         self.inputs = torch.randn(1, WIDTH).to(self.device)
@@ -127,7 +110,6 @@ class Runner:
         return after_backward - start, time.perf_counter() - start
 
     def turn(self) -> dict[str, float]:
-        """Medians of both times over some steps."""
         times = zip(*(self.step() for _ in range(self.steps)), strict=True)
         return dict(zip(FIGURES, map(statistics.median, times), strict=True))
 
@@ -157,7 +139,6 @@ def measured_directly(systems: Sequence[str], options: Options) -> tuple[dict[st
 
 
 def _collectives() -> int:
-    """Of all groups so far."""
     return sum(group.collectives for group in distributed_c10d._world.pg_map)
 
 

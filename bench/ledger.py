@@ -93,7 +93,6 @@ def range_of(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def mark(name: str) -> None:
-    """Note ``name`` at this moment."""
     with record_function(_PREFIX + name):
         pass
 

@@ -28,6 +28,7 @@ from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import FSDP2, FULLSHARD, distribute, fake_group
+from bench.models import PARAMETERS_PER_UNIT, SmallUnit
 from bench.report import column
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
@@ -46,33 +47,16 @@ WITHOUT: Mapping[str, frozenset[str]] = {
     DTENSORS: frozenset({CLIP}),
     OWN: frozenset({"foreach", "fused", "loop"}),
 }
-PARAMETERS_PER_UNIT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """All systems and implementations."""
-
     units: int = 100
     ranks: int = 8
     rounds: int = 20
     steps_per_round: int = 5
     warmup_steps: int = 4
     only: tuple[str, ...] = option((), choices=SYSTEMS)
-
-
-class SmallUnit(nn.Module):
-    """Two norms and four matrices of so few elements that stepping them is nothing but overhead."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(32, 8)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm in self.norms:
-            x = norm(x)
-        return x + torch.stack([matrix.sum() for matrix in self.matrices]).sum()
 
 
 class Runner:
@@ -83,7 +67,7 @@ class Runner:
         torch.manual_seed(0)
         model = nn.Sequential(*(SmallUnit() for _ in range(settings.units)))
         distribute(FSDP2 if system == FSDP2 else FULLSHARD, model, SmallUnit, torch.device("cpu"))
-        model(torch.randn(1, 128)).sum().backward()
+        model(torch.randn(1, SmallUnit.width)).sum().backward()
         self.parameters: list[Tensor] = list(model.parameters())
         if system == PLAIN:
             self.parameters = [_plain(parameter) for parameter in self.parameters]
@@ -105,7 +89,6 @@ class Runner:
             self.run()
 
     def turn(self) -> float:
-        """Median of the seconds of some steps."""
         seconds = []
         forget_specs()
         self.run()

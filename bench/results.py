@@ -27,8 +27,6 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredResult:
-    """A result and its file."""
-
     path: Path
     result: Mapping[str, Any]
 

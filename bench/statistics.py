@@ -50,7 +50,6 @@ def paired_ratios(values: Sequence[float], reference: Sequence[float]) -> list[f
 
 
 def paired_spread(values: Sequence[float], reference: Sequence[float]) -> Spread:
-    """Median and quartiles of the paired ratios."""
     return spread(paired_ratios(values, reference))
 
 

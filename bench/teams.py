@@ -48,13 +48,10 @@ class Launch:
 
     @classmethod
     def alone(cls, contestant: Contestant, worker: str, /, **assignment: object) -> Launch:
-        """One process, without a group."""
         return cls(contestant.name, worker, process_environment(contestant, 1), [assignment])
 
 
 class Rank:
-    """One worker process and the lines it answers with."""
-
     def __init__(self, launch: Launch, rank: int, log: IO[str], timeout: float) -> None:
         self.log, self._timeout = log, timeout
         self._answers: queue.Queue[str | None] = queue.Queue()

@@ -21,7 +21,6 @@ def turn_order(names: Sequence[str], round_index: int) -> list[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """One line about an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

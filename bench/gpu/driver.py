@@ -1,4 +1,4 @@
-"""Run all that a real GPU can show, each part in a process of its own under a time limit.
+"""Measure what one real GPU can show, each part in a process of its own under a time limit.
 
 On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A rehearsal without a GPU:
 ``python -m bench gpu --device emulated --small --results FOLDER``.
@@ -7,8 +7,6 @@ On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A re
 from __future__ import annotations
 
 import importlib
-import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,7 +22,6 @@ from bench.gpu.parts import PARTS, Settings, measured_part
 from bench.results import write_json
 
 PAGE = REPOSITORY / "docs" / "performance" / "gpu.md"
-LEAST = 15.0  # seconds with which a part is still begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,6 @@ class Options(SharedOptions):
     device: str = option(CUDA, "A real device, or a rehearsal.", choices=(CUDA, EMULATED))
     only: tuple[str, ...] = option((), choices=tuple(part.name for part in PARTS))
     small: bool = option(False, "Tiny models and few steps.")
-    minutes: float = option(9.5, "For all parts together.", least=0.1)
     commit: str | None = option(None, "Of the source, for copies without a history; else git says it.")
 
 
@@ -49,7 +45,6 @@ def run(options: Options) -> bool:
     page = PAGE if folder == RESULTS else folder / "gpu.md"
     environment = current_environment(name_of(device))
     environment = replace(environment, commit=options.commit or environment.commit)
-    end = time.monotonic() + 60 * options.minutes
     parts: dict[str, Any] = {}
     outcome = {
         "benchmark": "gpu",
@@ -61,12 +56,7 @@ def run(options: Options) -> bool:
         "parts": parts,
     }
     for part in (part for part in PARTS if not options.only or part.name in options.only):
-        # A rehearsal may share a slow machine, and compile the emulated device first.
-        limit = math.inf if part is PARTS[-1] else part.seconds * (4 if small else 1)
-        seconds = min(limit, end - time.monotonic())
-        if seconds < LEAST:
-            print(f"{part.name}: no time left")
-            continue
+        seconds = part.seconds * (4 if small else 1)  # a rehearsal may share a slow machine
         print(f"{part.name} (at most {seconds:.0f} s) ...")
         parts[part.name] = measured = measured_part(part, Settings(device, small, seconds))
         print(f"  {measured.get('failed', 'done')} after {measured['seconds']} s", flush=True)
@@ -80,7 +70,6 @@ def run(options: Options) -> bool:
 
 
 def blocks(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What stands between which markers of the page."""
     lines = [report.provenance(Environment(**result["environment"]))]
     lines.append(f"CUDA {result['cuda']}, NCCL {result['nccl']}.")
     rehearsal = result["device"] != CUDA or result["small"]

@@ -140,7 +140,6 @@ def needed_bytes(options: Options, contestant: Contestant) -> float:
 
 
 def bound(options: Options, contestant: Contestant, megabits: int, computing: float) -> float:
-    """The lower bound of a step's seconds."""
     return max(computing, needed_bytes(options, contestant) / (1e6 * megabits / 8) if megabits else 0.0)
 
 
@@ -155,7 +154,6 @@ def references(contestant: Contestant, records: Mapping[str, Record]) -> dict[st
 
 
 def measure(options: Options, megabits: int) -> dict[str, Any]:
-    """One cell: all contestants at one rate."""
     able = CONTESTANTS | OWN | PREFETCHING
     contestants = [able[name] for name in NAMES[options.mode] if not options.only or name in options.only]
     settings = Settings(
@@ -206,7 +204,6 @@ def add_bounds(options: Options, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """A row per rate and contestant."""
     rows = {f"{rate(cell)}, {_label(name)}": entry for cell in cells for name, entry in cell["contestants"].items()}
     headers = {
         f"time_ratio{BY_PEER}": "/ better of FSDP1, FSDP2",
@@ -225,7 +222,6 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rate(cell: Mapping[str, Any]) -> str:
-    """The bandwidth of the links."""
     return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "unlimited"
 
 

@@ -15,7 +15,6 @@ NAME = "emulated"
 
 
 def register() -> None:
-    """Make the device known to torch."""
     sys.path.insert(0, str(REPOSITORY / "tests"))
     import accelerator
 

@@ -22,8 +22,6 @@ class Collective:
     Args:
         kind: ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or OTHER.
         nbytes: Of the side that is not sharded.
-        dtype: Of its elements.
-        op: Of a reduction, as ``AVG``.
         asynchronous: Asked for with ``asyncOp``: c10d then puts it on the group's own stream, which has the group's
             priority, and not on the caller's.
         launch: The launch that it is part of; operations of one group call have one.
@@ -34,8 +32,6 @@ class Collective:
 
     kind: str
     nbytes: int
-    dtype: str
-    op: str
     asynchronous: bool
     launch: int
     communicator: int
@@ -61,19 +57,9 @@ class CountedGroup(SilentGroup):
         journal = self.journal
         if not self._in_group_call:
             journal.launches += 1
-        op = getattr(opts, "reduceOp", "")
+        asynchronous, stream = bool(getattr(opts, "asyncOp", False)), stream_of(tensor.device)
         journal.collectives.append(
-            Collective(
-                kind,
-                tensor.nbytes,
-                str(tensor.dtype).removeprefix("torch."),
-                str(getattr(op, "op", op)).rpartition(".")[2],
-                bool(getattr(opts, "asyncOp", False)),
-                journal.launches,
-                self.number,
-                tensor.data_ptr(),
-                stream_of(tensor.device),
-            )
+            Collective(kind, tensor.nbytes, asynchronous, journal.launches, self.number, tensor.data_ptr(), stream)
         )
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -84,45 +70,34 @@ class CountedGroup(SilentGroup):
         self._in_group_call = False
         return super()._end_coalescing(device)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Noted."""
-        self._note(ALL_GATHER, output, opts)
-        return super().all_gather_single(output, input, opts)
 
-    _allgather_base = all_gather_single
+def _noted(method: str, kind: str, operand: int) -> Any:
+    """A method that notes its operand (of a list: the first), and does what the silent group does."""
+    silent = getattr(SilentGroup, method)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Noted."""
-        self._note(REDUCE_SCATTER, input, opts)
-        return super().reduce_scatter_single(output, input, opts)
+    def call(self: CountedGroup, *args: Any, **kwargs: Any) -> Any:
+        opts = kwargs.get("opts", args[-1] if args else None)
+        tensor = args[operand] if isinstance(args[operand], Tensor) else args[operand][0]
+        self._note(kind, tensor, opts)
+        return silent(self, *args, **kwargs)
 
-    _reduce_scatter_base = reduce_scatter_single
+    return call
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(ALL_REDUCE, tensors[0], opts)
-        return super().allreduce(tensors, opts)
 
-    allreduce_coalesced = allreduce
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(OTHER, inputs[0], opts)
-        return super().allgather(outputs, inputs, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(OTHER, tensors[0], opts)
-        return super().broadcast(tensors, opts)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
-        """Noted."""
-        self._note(OTHER, output, opts)
-        return super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
-
-    alltoall_base = all_to_all_single
+# Method -> what it is, and which of its arguments is not sharded.
+for _method, _kind, _operand in (
+    ("all_gather_single", ALL_GATHER, 0),
+    ("_allgather_base", ALL_GATHER, 0),
+    ("reduce_scatter_single", REDUCE_SCATTER, 1),
+    ("_reduce_scatter_base", REDUCE_SCATTER, 1),
+    ("allreduce", ALL_REDUCE, 0),
+    ("allreduce_coalesced", ALL_REDUCE, 0),
+    ("allgather", OTHER, 1),
+    ("broadcast", OTHER, 0),
+    ("all_to_all_single", OTHER, 0),
+    ("alltoall_base", OTHER, 0),
+):
+    setattr(CountedGroup, _method, _noted(_method, _kind, _operand))
 
 
 def stream_of(device: torch.device) -> int | None:

@@ -32,36 +32,16 @@ _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator that runs kernels.
+    """One operator that runs kernels. ``read`` and ``written`` are bytes."""
 
-    Args:
-        name: As ``aten::copy_``.
-        phase: Of the step.
-        copies: Whether it is a copy.
-        leaves_gather: Of a copy: whether it reads what an all-gather has written.
-        read: Bytes.
-        written: Bytes.
-        kernels: Of a copy, on CUDA. Else 1.
-        stream: The current one; None on a CPU.
-    """
-
-    name: str
-    phase: str
+    name: str  # as ``aten::copy_``
+    phase: str  # of the step
     copies: bool
-    leaves_gather: bool
+    leaves_gather: bool  # of a copy: it reads what an all-gather has written
     read: int
     written: int
-    kernels: Kernels
-    stream: int | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Memory that was asked for."""
-
-    phase: str
-    nbytes: int
-    stream: int | None
+    kernels: Kernels  # of a copy, on CUDA; else 1
+    stream: int | None  # the current one; None on a CPU
 
 
 class Recorder(TorchDispatchMode):
@@ -76,7 +56,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase, self.device, self._journal = "", device, journal
         self.operations: list[Operation] = []
-        self.allocations: list[Allocation] = []
+        self.allocations: list[tuple[str, int]] = []  # phase and bytes
         self.reads: list[str] = []
         self._gathered: dict[int, int] = {}  # address -> end, of what all-gathers have written
         self._seen = 0
@@ -97,16 +77,14 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in _VIEWS:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        result = func(*args, **kwargs) if self._small(args, kwargs) else _left_out(func, args, kwargs, written)
+        small = all(each.nbytes <= LEFT_OUT_BYTES for each in _tensors((args, kwargs)))
+        result = func(*args, **kwargs) if small else _left_out(func, args, kwargs, written)
         made = [] if written or name == "fsdp::all_gather_copy_in" else _tensors(result)
         for each in made:
             self._allocated(each)
         if self.phase:
             self._note(name, args, kwargs, written or made, result)
         return result
-
-    def _small(self, args: Any, kwargs: Any) -> bool:
-        return all(each.nbytes <= LEFT_OUT_BYTES for each in _tensors((args, kwargs)))
 
     def _note(self, name: str, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
         if name in _READS:
@@ -148,7 +126,7 @@ class Recorder(TorchDispatchMode):
             if address < end and begin < address + nbytes:
                 del self._gathered[begin]
         if self.phase:
-            self.allocations.append(Allocation(self.phase, nbytes, stream_of(self.device)))
+            self.allocations.append((self.phase, nbytes))
 
 
 @contextlib.contextmanager
@@ -199,7 +177,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator changes."""
     changed: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

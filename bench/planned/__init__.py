@@ -2,5 +2,5 @@
 
 - ``published.py``  the benchmark: rows of ``src/fullshard/planning/published.csv``, planned
 - ``programs.py``   the programs of these tables: how models were sharded and recomputed, and what their loop keeps
-- ``llama.py``, ``mpt.py``  the models
+- ``models.py``     the models
 """

@@ -21,26 +21,19 @@ from fullshard.planning.simulation.ranks import modelled_ranks
 
 
 class Done(dist._Work):
-    """Work that is over."""
-
     def wait(self, timeout: object = None) -> bool:
-        """It is over."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Done."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([])
         return future
 
 
 class SilentGroup(ModelledGroup):
-    """See the module docstring."""
-
     collectives = 0  # so far, of this group
     _done = Done()
 
@@ -51,7 +44,6 @@ class SilentGroup(ModelledGroup):
         return self._done
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """In as little time as can be."""
         if output.is_floating_point():
             self.collectives += 1
             return self._done
@@ -60,7 +52,6 @@ class SilentGroup(ModelledGroup):
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """The same."""
         self.collectives += 1
         return self._done
 

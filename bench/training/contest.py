@@ -76,22 +76,16 @@ class Settings:
     @classmethod
     def of(cls, measurement: Measurement, width: int, options: TrainingOptions) -> Settings:
         """Those of the measurement, but for what the options say."""
-        return cls(
-            what=measurement.name,
-            width=width,
-            blocks=options.blocks or measurement.blocks.get(width, 6),
-            tokens=options.tokens or measurement.tokens.get(width, 64),
-            microbatches=options.microbatches or measurement.microbatches,
-            ranks=options.ranks or measurement.ranks,
-            threads=options.threads,
-            warmup_steps=options.warmup_steps,
-            rounds=options.rounds,
-            steps_per_round=options.steps_per_round or measurement.steps_per_round,
-        )
+        blocks, tokens = measurement.blocks.get(width, 6), measurement.tokens.get(width, 64)
+        of = {name: getattr(measurement, name) for name in ("microbatches", "ranks", "steps_per_round")}
+        told = {
+            name: getattr(options, name) or each for name, each in {"blocks": blocks, "tokens": tokens, **of}.items()
+        }
+        same = {name: getattr(options, name) for name in ("threads", "warmup_steps", "rounds")}
+        return cls(what=measurement.name, width=width, **told, **same)
 
     @property
     def assignment(self) -> dict[str, Any]:
-        """What all ranks of all contestants are told."""
         told = asdict(self)
         return {name: told[name] for name in ("what", "width", "blocks", "tokens", "microbatches", "learning_rate")}
 
@@ -130,7 +124,6 @@ class Record:
 
     @property
     def processor_seconds(self) -> list[float]:
-        """Of a step, by round."""
         return [each["user_seconds"] + each["system_seconds"] for each in self.used if each]
 
 
@@ -158,16 +151,13 @@ def compete(
     places: Sequence[Sequence[str]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Have all train in turns: the warm-up and all rounds.
+    """Have all train in turns: the warm-up and all rounds. The records, and why a contestant has none.
 
     Args:
         contestants: Who trains.
         settings: What, and how often.
         places: Where each rank runs, see ``Launch``; empty: here.
         environment: Variables for all of them.
-
-    Returns:
-        The records, and why a contestant has none.
     """
     records: dict[str, Record] = {}
     told = {"ranks": settings.ranks, "threads": settings.threads, **settings.assignment}
@@ -244,12 +234,8 @@ def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, 
 
 
 def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """Everything reported about each contestant, JSON-ready.
-
-    Args:
-        records: Of those that ran.
-        references: By contestant: whom it is measured by, by the end of the ratios' names.
-    """
+    """Everything reported about each contestant that ran, JSON-ready. ``references``: by contestant, whom it is measured
+    by, by the end of the ratios' names."""
     summary: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         nbytes = record.bytes_of

@@ -11,18 +11,8 @@ from bench.contestants import Contestant
 from bench.environment import Environment
 from bench.report import Column, column, mebibytes
 from bench.results import Results, StoredResult, common_source, newest, oddness, store
-from bench.training.contest import (
-    LOSS_TOLERANCE,
-    Measurement,
-    Record,
-    Settings,
-    TrainingOptions,
-    by_fsdp2,
-    compete,
-    disagreements,
-    refuse_what_does_not_fit,
-    summarize,
-)
+from bench.training import contest
+from bench.training.contest import Measurement, Record, Settings, TrainingOptions
 
 MILLISECONDS = column("step, ms", "median_step_seconds", spec=".0f", scale=1e3)
 FINAL_LOSS = column("final loss", "final_loss", spec=".6f")
@@ -48,7 +38,6 @@ def memory_columns(peer: str, end: str) -> tuple[Column, ...]:
 
 
 def sent_columns(peer: str, end: str) -> tuple[Column, ...]:
-    """What the kernel counted on the way out."""
     sent = mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f")
     return sent, column(f"/ {peer}", f"sent_ratio{end}")
 
@@ -68,7 +57,7 @@ class Benchmark:
     name: str
     measurements: Sequence[Measurement]
     columns: Sequence[Column]
-    references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = by_fsdp2
+    references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = contest.by_fsdp2
     notes: Sequence[str] = NOTES
 
     @property
@@ -77,11 +66,9 @@ class Benchmark:
 
     @property
     def contestants(self) -> tuple[str, ...]:
-        """All that can take part in something."""
         return tuple(dict.fromkeys(name for each in self.measurements for name in each.contestants))
 
     def parts(self, what: str, width: int) -> tuple[object, ...]:
-        """Of the name of a file."""
         return (what, width) if len(self.measurements) > 1 else (width,)
 
     def label(self, what: str, name: str) -> str:
@@ -110,17 +97,17 @@ def _measure(
     benchmark: Benchmark, settings: Settings, contestants: Sequence[Contestant], options: TrainingOptions
 ) -> bool:
     """Compete, and write the result; no times are reported of a run whose losses disagree."""
-    refuse_what_does_not_fit(settings, len(contestants))
+    contest.refuse_what_does_not_fit(settings, len(contestants))
     names = ", ".join(contestant.name for contestant in contestants)
     print(f"{settings.what}, width {settings.width}: {names}", flush=True)
-    records, failures = compete(contestants, settings)
-    wrong = disagreements(records)
+    records, failures = contest.compete(contestants, settings)
+    wrong = contest.disagreements(records)
     references = {each.name: benchmark.references(each, records) for each in contestants}
     figures = {
         "settings": asdict(settings),
-        "loss_tolerance": LOSS_TOLERANCE,
+        "loss_tolerance": contest.LOSS_TOLERANCE,
         "losses_that_disagree": wrong,
-        "contestants": summarize(records, references),
+        "contestants": contest.summarize(records, references),
         "not_run": failures,
     }
     for name, record in records.items():
@@ -141,7 +128,6 @@ def latest_results(benchmark: Benchmark, results: Results, width: int) -> dict[s
 
 
 def widths(benchmark: Benchmark, results: Results) -> list[int]:
-    """Those that were measured."""
     mine = [each.result for each in results.values() if each.result["benchmark"] == benchmark.name]
     found = {result["settings"]["width"] for result in mine}
     return sorted(width for width in found if latest_results(benchmark, results, width))

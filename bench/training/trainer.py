@@ -46,7 +46,6 @@ class Assignment:
 
     @classmethod
     def of(cls, contestant: Mapping[str, Any], **others: Any) -> Assignment:
-        """Out of JSON."""
         return cls(contestant=Contestant(**contestant), **others)
 
 
@@ -79,7 +78,6 @@ class Trainer:
         self._sent_before_first_step = bytes_sent()
 
     def _built(self) -> tuple[Any, torch.optim.Optimizer]:
-        """The sharded model and its optimizer."""
         contestant, what = self.assignment.contestant, self.assignment.what
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
         model = GPT(self.shape)

@@ -64,8 +64,6 @@ BENCHMARK = Benchmark(
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TrainingOptions):
-    """Everything at both widths."""
-
     what: tuple[str, ...] = option((), choices=tuple(BENCHMARK.by_name))
     only: tuple[str, ...] = option((), choices=BENCHMARK.contestants)
     rounds: int = 7

@@ -1,4 +1,4 @@
-"""Llama as torchtitan trained it in 2024, on the meta device: what its kernels keep, and what they read and write."""
+"""Llama as torchtitan trained it in 2024, and MPT as llm-foundry did, on the meta device: what their kernels keep."""
 
 from __future__ import annotations
 
@@ -12,32 +12,19 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Size of a Llama.
-
-    Args:
-        width: Of the residual stream.
-        blocks: Transformer blocks.
-        heads: Of queries.
-        key_heads: Of keys and values.
-        hidden: Width of the MLP.
-        vocabulary: Tokens.
-        fused_norm: Whether a norm is one kernel, which keeps its input and a number per token. Else it is written out
-            in fp32.
-        fused: Whether chains of elementwise operations are one kernel, which keeps its inputs, as a compiler makes
-            them. What a matrix multiplication needs is kept in any case.
-    """
+    """Size of a Llama, and which of its operations are one kernel."""
 
     width: int
     blocks: int
-    heads: int
-    key_heads: int
-    hidden: int
+    heads: int  # of queries
+    key_heads: int  # of keys and values
+    hidden: int  # width of the MLP
     vocabulary: int
-    fused_norm: bool = False
-    fused: bool = False
+    fused_norm: bool = False  # a norm keeps its input and a number per token; else it is written out in fp32
+    fused: bool = False  # so are chains of elementwise operations, as a compiler makes them, which keep their inputs
 
 
-SHAPES = {
+LLAMAS = {
     "Llama 2 7B": LlamaShape(4096, 32, 32, 32, 11008, 32000),
     "Llama 2 13B": LlamaShape(5120, 40, 40, 40, 13824, 32000),
     "Llama 2 34B": LlamaShape(8192, 48, 64, 8, 22016, 32000),
@@ -96,7 +83,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
-            return _FusedNorm.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
+            return _FusedNorm.apply(x, self.weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return normed.type_as(x) * self.weight
@@ -104,7 +91,7 @@ class RMSNorm(nn.Module):
 
 def _rotated(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
     if fused:
-        return _FusedRotary.apply(x, angles)  # type: ignore[no-any-return,no-untyped-call]
+        return _FusedRotary.apply(x, angles)
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles).flatten(3).type_as(x)
 
@@ -127,7 +114,7 @@ class Attention(nn.Module):
         key, value = (self._repeated(each) for each in (key, value))
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.wo(attended.transpose(1, 2).contiguous().view(batch, sequence, -1))  # type: ignore[no-any-return]
+        return self.wo(attended.transpose(1, 2).contiguous().view(batch, sequence, -1))
 
     def _repeated(self, x: Tensor) -> Tensor:
         times = self.shape.heads // self.shape.key_heads
@@ -138,8 +125,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
-
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.w1 = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -149,13 +134,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w1(x), self.w3(x)
-        product = _FusedGate.apply(gate, up) if self.fused else F.silu(gate) * up  # type: ignore[no-untyped-call]
-        return self.w2(product)  # type: ignore[no-any-return]
+        product = _FusedGate.apply(gate, up) if self.fused else F.silu(gate) * up
+        return self.w2(product)
 
 
 class LlamaBlock(nn.Module):
-    """Pre-norm attention and MLP."""
-
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
@@ -164,12 +147,10 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
-        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    """Token embedding, blocks, norm and head. ``forward`` returns logits in fp32."""
-
     def __init__(self, shape: LlamaShape, sequence: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(shape.vocabulary, shape.width)
@@ -183,4 +164,60 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.angles)
-        return self.output(self.norm(x)).float()  # type: ignore[no-any-return]
+        return self.output(self.norm(x)).float()
+
+
+# ------------------------------------------------------------------ MPT
+
+MPT_VOCABULARY = 50368
+
+
+@dataclass(frozen=True)
+class MPTShape:
+    width: int
+    blocks: int
+    heads: int
+
+
+MPTS = {
+    "MPT-125m": MPTShape(768, 12, 12),
+    "MPT-350m": MPTShape(1024, 24, 16),
+    "MPT-760m": MPTShape(1536, 24, 12),
+    "MPT-1b": MPTShape(2048, 24, 16),
+    "MPT-3b": MPTShape(2560, 32, 20),
+    "MPT-7b": MPTShape(4096, 32, 32),
+    "MPT-13b": MPTShape(5120, 40, 40),
+    "MPT-30b": MPTShape(7168, 48, 56),
+    "MPT-70b": MPTShape(8192, 80, 64),
+}
+
+
+class MPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wqkv, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        packed = self.wqkv(self.norm_1(x)).view(batch, sequence, 3, self.heads, width // self.heads)
+        query, key, value = (packed[:, :, each].transpose(1, 2) for each in range(3))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out_proj(attended.transpose(1, 2).reshape(batch, sequence, width))
+        return x + self.down_proj(F.gelu(self.up_proj(self.norm_2(x))))
+
+
+class MPT(nn.Module):
+    def __init__(self, shape: MPTShape, sequence: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(MPT_VOCABULARY, shape.width), nn.Embedding(sequence, shape.width)
+        self.blocks = nn.ModuleList(MPTBlock(shape.width, shape.heads) for _ in range(shape.blocks))
+        self.norm_f = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm_f(x), self.wte.weight)
