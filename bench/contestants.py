@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,11 @@ OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 COMPOSABLE = {FSDP2: "torch.distributed.fsdp", FULLSHARD: "fullshard"}
 
 
-@dataclass(frozen=True)
-class Wrapping:
+class Wrapping(NamedTuple):
     """A ``FullyShardedDataParallel``: the package that has it, and the flag it is called with."""
 
     library: str
     use_orig_params: bool
-
-    @property
-    def policies(self) -> str:
-        """The module with its auto-wrap policies."""
-        return f"{self.library}.wrap"
 
 
 WRAPPING: Mapping[str, Wrapping] = {
@@ -75,29 +69,17 @@ PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
 
 @dataclass(frozen=True)
 class Contestant:
-    """A system in one configuration.
+    """A system in one configuration. What is 0, empty or None is as it comes."""
 
-    Args:
-        name: In tables.
-        system: What shards the model.
-        environment: Variables that its processes are started with.
-        peer: The contestant in the same configuration that it is measured by. None: itself.
-        prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
-        kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
-        keep_last: Of ``fully_shard``: how many of the last units stay unsharded from forward to backward.
-        quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
-        ahead: Of fullshard: how many units may be prefetched. 0: as it comes.
-    """
-
-    name: str
-    system: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    peer: str | None = None
-    prefetch: str | None = None
-    kept: int = 0
-    keep_last: int = 0
-    quantized: str = ""
-    ahead: int = 0
+    name: str  # in tables
+    system: str  # what shards the model
+    environment: Mapping[str, str] = field(default_factory=dict)  # that its processes are started with
+    peer: str | None = None  # the contestant in the same configuration that it is measured by; None: itself
+    prefetch: str | None = None  # of a wrapper: a key of PREFETCHES
+    kept: int = 0  # MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep
+    keep_last: int = 0  # of ``fully_shard``: how many of the last units stay unsharded from forward to backward
+    quantized: str = ""  # of fullshard: the format in which parameters are sent, gradients in int8
+    ahead: int = 0  # of fullshard: how many units may be prefetched
 
 
 def _contestants() -> Iterator[Contestant]:
@@ -124,11 +106,7 @@ def with_setting(peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def set_allocator(contestant: Contestant) -> None:
-    """Give this process the setting of malloc that the contestant is to have; to be called just before it shards.
-
-    Raises:
-        RuntimeError: The allocator does not take it.
-    """
+    """Give this process the setting of malloc that the contestant is to have; to be called just before it shards."""
     if contestant.kept:
         from fullshard.allocator import keep_freed_memory
 
@@ -175,7 +153,7 @@ def prepare(system: str) -> None:
     if system in COMPOSABLE:
         composable(system)
     elif system in WRAPPING:
-        importlib.import_module(WRAPPING[system].policies)
+        importlib.import_module(f"{WRAPPING[system].library}.wrap")
 
 
 # ------------------------------------------------------------------ who shards what, and how
@@ -252,7 +230,7 @@ def distribute(
     if system not in WRAPPING:
         raise ValueError(f"unknown system {system!r}")
     wrapping = WRAPPING[system]
-    library, policies = importlib.import_module(wrapping.library), importlib.import_module(wrapping.policies)
+    library, policies = (importlib.import_module(f"{wrapping.library}{end}") for end in ("", ".wrap"))
     options = options_of(system, mode)
     if prefetch is not None:
         member = PREFETCHES[prefetch]

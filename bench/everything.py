@@ -34,7 +34,6 @@ STAGES: dict[str, list[str]] = {
     "wrap_time --rounds 7": ["wrap_time"],
     "optimizer_cost --rounds 4": ["optimizer_cost"],
     "nccl_counts": ["nccl_counts"],
-    "nccl_counts --device emulated": ["nccl_counts_emulated"],
 }
 # A GPU's, which writes its own page; what needs root; what is calculated; and what only writes pages.
 APART = ("gpu", "hosts", "planned", "redraw", "all")

@@ -24,23 +24,14 @@ Find = Callable[[Results], Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One ratio.
+    """One ratio."""
 
-    Args:
-        what: Is measured.
-        peer: Is what it is compared with.
-        find: Its value, or its value and spread, in the results; None: not measured.
-        limit: What it may be at most; None: no target.
-        page: Where its table is.
-        headline: Whether it is in the picture.
-    """
-
-    what: str
-    peer: str
-    find: Find
-    limit: float | None = None
-    page: str = ""
-    headline: bool = False
+    what: str  # is measured
+    peer: str  # is what it is compared with
+    find: Find  # its value, or its value and spread, in the results; None: not measured
+    limit: float | None = None  # what it may be at most; None: no target
+    page: str = ""  # where its table is
+    headline: bool = False  # whether it is in the picture
 
     def text(self, results: Results) -> str:
         """The value as it is written everywhere."""

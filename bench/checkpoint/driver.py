@@ -20,6 +20,7 @@ ranks and rounds. Mapped files count in it, as the kernel counts them.
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,17 +168,6 @@ def refuse_what_does_not_fit(options: Options, systems: int) -> None:
         raise UsageError(f"the files need about {files / 2**30:.1f} GiB; choose another --folder")
 
 
-def kind_of_file_system(folder: Path) -> str:
-    """Such as ext4; "unknown" where the kernel does not say."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    mounts = {fields[1]: fields[2] for fields in map(str.split, lines)}
-    places = (folder.resolve(), *folder.resolve().parents)
-    return next((mounts[str(place)] for place in places if str(place) in mounts), "unknown")
-
-
 def measured(options: Options, operations: Sequence[Operation], systems: Sequence[str]) -> dict[str, Any]:
     """Start everyone, do all operations, and say how it went, JSON-ready."""
     with tempfile.TemporaryDirectory(dir=options.folder) as place, Teams() as teams:
@@ -190,7 +180,8 @@ def measured(options: Options, operations: Sequence[Operation], systems: Sequenc
             if ways:
                 summaries[operation.name] = contest.summary_of(operation, ways)
     settings = {name: getattr(options, name) for name in ("width", "blocks", "rounds", "threads", "ranks")}
-    settings |= {"parameters": options.shape.parameters, "files_on": kind_of_file_system(options.folder)}
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(options.folder)], capture_output=True, text=True, check=False)
+    settings |= {"parameters": options.shape.parameters, "files_on": kind.stdout.strip() or "an unknown file system"}
     return {
         "settings": settings,
         "losses": contest.losses,

@@ -19,29 +19,17 @@ PICKLE, BROADCAST = f"{FSDP1}+torch.save", f"{FSDP1}+broadcast"
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that everybody does in turns.
+    """Something that everybody does in turns."""
 
-    Attributes:
-        name: As in the table, and of the method of all contestants that have no other.
-        systems: Who does it.
-        peers: The one of them that is fastest is what all are measured by.
-        clock: Which time the fastest is chosen by.
-        expect: What must be there afterwards, if it reads: TRAINED or INITIAL.
-        optimizer: Whether it reads the optimizer's state.
-        made_by: The method that writes what it reads, once. None: it writes, or reads the common file.
-        others: Further contestants: FSDP1 with another method.
-        kept: Whether what the last round wrote is looked at.
-    """
-
-    name: str
-    systems: tuple[str, ...]
-    peers: tuple[str, ...] = (FSDP2,)
-    clock: str = RETURNED
-    expect: str | None = None
-    optimizer: bool = False
-    made_by: str | None = None
-    others: Mapping[str, str] = field(default_factory=dict)
-    kept: bool = False
+    name: str  # as in the table, and of the method of all contestants that have no other
+    systems: tuple[str, ...]  # who does it
+    peers: tuple[str, ...] = (FSDP2,)  # the fastest of them is what all are measured by
+    clock: str = RETURNED  # which time the fastest is chosen by
+    expect: str | None = None  # what must be there afterwards, if it reads: TRAINED or INITIAL
+    optimizer: bool = False  # whether it reads the optimizer's state
+    made_by: str | None = None  # the method that writes what it reads, once; None: it writes, or reads the common file
+    others: Mapping[str, str] = field(default_factory=dict)  # further contestants: FSDP1 with another method
+    kept: bool = False  # whether what the last round wrote is looked at
 
     @property
     def ways(self) -> dict[str, tuple[str, str]]:

@@ -50,15 +50,7 @@ Wait = Callable[[], None]
 
 
 class Keeper:
-    """A rank's sharded model and optimizer, and how its system keeps them in files.
-
-    Args:
-        model: Sharded already.
-        optimizer: On its parameters.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    """A rank's sharded model and optimizer, and how its system keeps them in files."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -22,19 +22,12 @@ TRAINED, INITIAL = "trained", "initial"
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call went on one rank.
+    """How a call went on one rank."""
 
-    Attributes:
-        returned: Seconds until the call returned.
-        done: Seconds until what it wrote had reached the disk, or, if it reads, as ``returned``.
-        extra: Bytes of resident memory at its peak beyond those before; None where the kernel does not say.
-        right: Whether every bit that was read is right; None if it writes.
-    """
-
-    returned: float
-    done: float
-    extra: int | None
-    right: bool | None
+    returned: float  # seconds until the call returned
+    done: float  # seconds until what it wrote had reached the disk, or, if it reads, as ``returned``
+    extra: int | None  # bytes of resident memory at its peak beyond those before; None where the kernel does not say
+    right: bool | None  # whether every bit that was read is right; None if it writes
 
 
 class Holder:

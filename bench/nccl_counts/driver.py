@@ -24,7 +24,6 @@ Counts = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    device: str = option("cpu", "Kind of device.", choices=("cpu", "emulated"))
     configuration: tuple[str, ...] = option((), "Count only this.", choices=tuple(CONFIGURATIONS))
 
 
@@ -72,7 +71,6 @@ ROWS = (
     Row("messages per all-reduce", reduction("all-reduce messages")),
     Row("launches of NCCL, per step", both(*(f"{kind} launches" for kind in KINDS))),
     Row("asynchronous messages, per step", total("asynchronous messages")),
-    Row("messages without priority, per step", total("messages without priority")),
     Row("sent, MB per step", lambda counts: both(*(f"{kind} bytes" for kind in KINDS))(counts) / MEGABYTE),
     Row("packed share of an all-gather", packed_share, ".3f"),
     Row("copy-in, MB per all-gather", forward("copies bytes", scale=MEGABYTE), ".1f"),
@@ -86,12 +84,7 @@ ROWS = (
     Row("allocations per reduction", reduction("allocations")),
     Row("peak of memory in forward, units", total("peak, forward"), ".2f"),
     Row("peak of memory in backward, units", total("peak, backward"), ".2f"),
-    Row("allocator's peak in forward, units", total("allocator's peak, forward"), ".2f"),
-    Row("allocator's peak in backward, units", total("allocator's peak, backward"), ".2f"),
     Row("communicators of the model", total("communicators")),
-    Row("new streams, per step of the model", total("new streams")),
-    Row("new events, per step of the model", total("new events")),
-    Row("waits of the host, per step of the model", total("waits of the host")),
     Row("reads of the host, per step", total("reads of the host")),
     Row("calls of Python functions, per step", total("calls of Python functions")),
     Row("calls of C functions, per step", total("calls of C functions")),
@@ -100,7 +93,7 @@ ROWS = (
 
 def without_plain(counts: Counts, plain: Counts) -> dict[str, float]:
     """What a contestant adds to the plain model."""
-    own = ("communicators", "peak, ", "allocator's peak, ")
+    own = ("communicators", "peak, ")
     return {name: value - (0 if name.startswith(own) else plain.get(name, 0)) for name, value in counts.items()}
 
 
@@ -116,7 +109,7 @@ def count(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
         counts = {}
         for system in SYSTEMS:
             contestant = CONTESTANTS[system]
-            launch = Launch.alone(contestant, WORKER, system=contestant.system, device=options.device)
+            launch = Launch.alone(contestant, WORKER, system=contestant.system)
             answer = ask_alone(launch, TIMEOUT, "count", configuration=configuration)
             if "failure" in answer:
                 failures[f"{system}, {configuration}"] = answer["failure"]
@@ -153,7 +146,7 @@ def run(options: Options) -> None:
     """Count, and write the table, and where fullshard is worse."""
     found, failures = count(options)
     paragraphs = [
-        f"Llama blocks in their true shapes, {options.device} tensors, rank 0 of a process group that says it is NCCL "
+        "Llama blocks in their true shapes, CPU tensors, rank 0 of a process group that says it is NCCL "
         "and moves nothing. Parameters are gathered in bf16, gradients reduced in fp32. Counted is what one more block "
         "adds to a step, beyond what it adds to the plain model's.",
         table(found),
@@ -164,5 +157,4 @@ def run(options: Options) -> None:
         *report.could_not_run(failures),
     ]
     figures = {"settings": options.settings, "counts": found, "worse": worse(found), "not_run": failures}
-    parts = [] if options.device == "cpu" else [options.device]
-    report.publish(options, "nccl_counts", figures, paragraphs, parts=parts, marker=":".join(["nccl_counts", *parts]))
+    report.publish(options, "nccl_counts", figures, paragraphs)

@@ -17,26 +17,14 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all-gather", "reduce-scatter", 
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation of a communicator.
+    """One operation of a communicator."""
 
-    Args:
-        kind: ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or OTHER.
-        nbytes: Of the side that is not sharded.
-        asynchronous: Asked for with ``asyncOp``: c10d then puts it on the group's own stream, which has the group's
-            priority, and not on the caller's.
-        launch: The launch that it is part of; operations of one group call have one.
-        communicator: The group.
-        address: Of the side that is not sharded.
-        stream: The caller's current stream; None on a CPU.
-    """
-
-    kind: str
-    nbytes: int
-    asynchronous: bool
-    launch: int
-    communicator: int
-    address: int
-    stream: int | None
+    kind: str  # ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or OTHER
+    nbytes: int  # of the side that is not sharded
+    asynchronous: bool  # asked for with ``asyncOp``: c10d then puts it on the group's own stream, not on the caller's
+    launch: int  # that it is part of; operations of one group call have one
+    communicator: int  # the group
+    address: int  # of the side that is not sharded
 
 
 class Journal:
@@ -57,9 +45,9 @@ class CountedGroup(SilentGroup):
         journal = self.journal
         if not self._in_group_call:
             journal.launches += 1
-        asynchronous, stream = bool(getattr(opts, "asyncOp", False)), stream_of(tensor.device)
+        asynchronous = bool(getattr(opts, "asyncOp", False))
         journal.collectives.append(
-            Collective(kind, tensor.nbytes, asynchronous, journal.launches, self.number, tensor.data_ptr(), stream)
+            Collective(kind, tensor.nbytes, asynchronous, journal.launches, self.number, tensor.data_ptr())
         )
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -100,14 +88,9 @@ for _method, _kind, _operand in (
     setattr(CountedGroup, _method, _noted(_method, _kind, _operand))
 
 
-def stream_of(device: torch.device) -> int | None:
-    """The number of the current stream; None on a CPU."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
-
-
 @contextlib.contextmanager
-def counted_ranks(ranks: int, device: torch.device) -> Iterator[Journal]:
+def counted_ranks(ranks: int) -> Iterator[Journal]:
     """Be rank 0 of ``ranks`` as long as the block lasts; the journal of all groups that are made in it."""
     CountedGroup.journal = journal = Journal()
-    with silent_ranks(ranks, device, group_type=CountedGroup):
+    with silent_ranks(ranks, group_type=CountedGroup):
         yield journal

@@ -1,4 +1,4 @@
-"""Operators by what they do to memory: copies, other kernels, and allocations, with the stream of each.
+"""Operators by what they do to memory: copies, other kernels, and allocations.
 
 A dispatch mode sees every operator below autograd, also those of backward. Operators on tensors of more than
 ``LEFT_OUT_BYTES`` are not run: their effect on memory is that their outputs exist, and so blocks of a billion
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.nccl_counts import kernels
-from bench.nccl_counts.group import ALL_GATHER, Journal, stream_of
+from bench.nccl_counts.group import ALL_GATHER, Journal
 from bench.nccl_counts.kernels import Kernels
 
 LEFT_OUT_BYTES = 1 << 16
@@ -41,7 +41,6 @@ class Operation:
     read: int
     written: int
     kernels: Kernels  # of a copy, on CUDA; else 1
-    stream: int | None  # the current one; None on a CPU
 
 
 class Recorder(TorchDispatchMode):
@@ -49,12 +48,11 @@ class Recorder(TorchDispatchMode):
 
     Args:
         journal: Tells what was gathered.
-        device: Whose memory counts.
     """
 
-    def __init__(self, journal: Journal, device: torch.device) -> None:
+    def __init__(self, journal: Journal) -> None:
         super().__init__()
-        self.phase, self.device, self._journal = "", device, journal
+        self.phase, self._journal = "", journal
         self.operations: list[Operation] = []
         self.allocations: list[tuple[str, int]] = []  # phase and bytes
         self.reads: list[str] = []
@@ -97,10 +95,9 @@ class Recorder(TorchDispatchMode):
             outputs, inputs, launched = copy
         if not any(each.numel() for each in outputs):
             return
-        streams = stream_of(outputs[0].device)
         leaves = copy is not None and any(self._was_gathered(each) for each in inputs)
         read, wrote = sum(each.nbytes for each in inputs), sum(each.nbytes for each in outputs)
-        self.operations.append(Operation(name, self.phase, copy is not None, leaves, read, wrote, launched, streams))
+        self.operations.append(Operation(name, self.phase, copy is not None, leaves, read, wrote, launched))
 
     def _was_gathered(self, tensor: Tensor) -> bool:
         self._read_journal()
@@ -114,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self._seen = len(self._journal.collectives)
 
     def _allocated(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device.type and not isinstance(tensor, FakeTensor):
+        if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
             self.allocated(tensor.data_ptr(), tensor.untyped_storage().nbytes())
 
     def allocated(self, address: int, nbytes: int) -> None:
@@ -137,7 +134,7 @@ def resizes_noted(recorder: Recorder) -> Iterator[None]:
     def noted(storage: torch.UntypedStorage, nbytes: int) -> Any:
         grows = nbytes > storage.nbytes()
         result = resize(storage, nbytes)
-        if grows and storage.device.type == recorder.device.type:
+        if grows and storage.device.type == "cpu":
             recorder.allocated(storage.data_ptr(), nbytes)
         return result
 

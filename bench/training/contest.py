@@ -76,13 +76,18 @@ class Settings:
     @classmethod
     def of(cls, measurement: Measurement, width: int, options: TrainingOptions) -> Settings:
         """Those of the measurement, but for what the options say."""
-        blocks, tokens = measurement.blocks.get(width, 6), measurement.tokens.get(width, 64)
-        of = {name: getattr(measurement, name) for name in ("microbatches", "ranks", "steps_per_round")}
-        told = {
-            name: getattr(options, name) or each for name, each in {"blocks": blocks, "tokens": tokens, **of}.items()
-        }
-        same = {name: getattr(options, name) for name in ("threads", "warmup_steps", "rounds")}
-        return cls(what=measurement.name, width=width, **told, **same)
+        return cls(
+            what=measurement.name,
+            width=width,
+            blocks=options.blocks or measurement.blocks.get(width, 6),
+            tokens=options.tokens or measurement.tokens.get(width, 64),
+            microbatches=options.microbatches or measurement.microbatches,
+            ranks=options.ranks or measurement.ranks,
+            threads=options.threads,
+            warmup_steps=options.warmup_steps,
+            rounds=options.rounds,
+            steps_per_round=options.steps_per_round or measurement.steps_per_round,
+        )
 
     @property
     def assignment(self) -> dict[str, Any]:
@@ -92,8 +97,7 @@ class Settings:
 
 @dataclass
 class Record:
-    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank; and per round
-    what a rank used per step, on average: page faults without input or output, and processor time of all threads.
+    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank.
 
     [Note: Two kinds of memory]
     *Counted* is the peak of the bytes of all live tensors in one step, from a record of every allocation and free: what
@@ -104,7 +108,6 @@ class Record:
     losses: list[float]
     seconds: list[list[float]]
     memory: list[dict[str, Any]]
-    used: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def bytes_of(self) -> dict[str, int | None]:
@@ -121,10 +124,6 @@ class Record:
     def _largest(self, key: str) -> int | None:
         values = [rank.get(key) for rank in self.memory]
         return None if None in values or not values else max(values)  # type: ignore[type-var]
-
-    @property
-    def processor_seconds(self) -> list[float]:
-        return [each["user_seconds"] + each["system_seconds"] for each in self.used if each]
 
 
 # ------------------------------------------------------------------ the run
@@ -175,8 +174,6 @@ def compete(
                 if answers is not None:
                     records[name].losses += _by_step(answers, "losses", statistics.fmean)
                     records[name].seconds.append(_by_step(answers, "seconds", max))
-                    used = [answer["used"] for answer in answers]
-                    records[name].used.append({key: statistics.fmean(one[key] for one in used) for key in used[0]})
         for name in list(teams.alive):
             records[name].memory = teams.ask(name, "memory") or []
         return {name: record for name, record in records.items() if name not in teams.failures}, teams.failures
@@ -234,8 +231,8 @@ def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, 
 
 
 def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """Everything reported about each contestant that ran, JSON-ready. ``references``: by contestant, whom it is measured
-    by, by the end of the ratios' names."""
+    """Everything reported about each contestant that ran, JSON-ready. ``references``: by contestant, whom it is
+    measured by, by the end of the ratios' names."""
     summary: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         nbytes = record.bytes_of
@@ -250,10 +247,6 @@ def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[st
             "seconds": record.seconds,
             "losses": record.losses,
         }
-        if record.processor_seconds:
-            entry["processor_seconds"] = spread(record.processor_seconds).as_json()
-            for key in ("faults", "system_seconds"):
-                entry[key] = spread([each[key] for each in record.used]).as_json()
         for end, reference in references.get(name, {}).items():
             entry.update({f"{key}{end}": value for key, value in _compared(record, records[reference]).items()})
             entry[f"time_ratio{end}"]["reference"] = reference
@@ -265,8 +258,6 @@ def _compared(record: Record, base: Record) -> dict[str, Any]:
         "time_ratio": paired_spread(round_medians(record.seconds), round_medians(base.seconds)).as_json(),
         "largest_loss_difference": largest_difference(record.losses, base.losses),
     }
-    if record.processor_seconds and base.processor_seconds:
-        ratios["processor_ratio"] = paired_spread(record.processor_seconds, base.processor_seconds).as_json()
     theirs = base.bytes_of
     for name, mine in record.bytes_of.items():
         ratios[f"{name}_ratio"] = mine / theirs[name] if mine is not None and theirs[name] else None

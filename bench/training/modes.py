@@ -7,8 +7,7 @@
 ``ragged``        fp32, with both of fullshard's layouts, 2 ranks
 
 Contestants take turns as in ``step``: ratios are paired per round, and a run whose losses disagree reports no times.
-Beside time and memory stands what a rank sends per step, counted by the kernel. The page has the latest results of
-all modes at a width on this kind of machine.
+Beside time and memory stands what a rank sends per step, counted by the kernel.
 """
 
 from __future__ import annotations

@@ -44,21 +44,14 @@ def sent_columns(peer: str, end: str) -> tuple[Column, ...]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Measurements that share a table, and a page's block per width.
+    """Measurements that share a table, and a page's block per width."""
 
-    Args:
-        name: Of the files and of the block.
-        measurements: In the order of the page.
-        columns: Of the table.
-        references: Whom a contestant is measured by, of those that ran.
-        notes: More paragraphs.
-    """
-
-    name: str
-    measurements: Sequence[Measurement]
+    name: str  # of the files and of the block
+    measurements: Sequence[Measurement]  # in the order of the page
     columns: Sequence[Column]
+    # Whom a contestant is measured by, of those that ran, by the end of the ratios' names.
     references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = contest.by_fsdp2
-    notes: Sequence[str] = NOTES
+    notes: Sequence[str] = NOTES  # more paragraphs
 
     @property
     def by_name(self) -> dict[str, Measurement]:

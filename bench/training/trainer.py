@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import stat
 import struct
@@ -109,13 +108,9 @@ class Trainer:
         """Train ``steps`` steps; or train one, whose time does not count, and summon so often."""
         if self.summons:
             _, loss = self.train()
-            return {"seconds": self.summon(steps), "losses": [loss], "used": {}}
-        before = resource.getrusage(resource.RUSAGE_SELF)
+            return {"seconds": self.summon(steps), "losses": [loss]}
         seconds, losses = zip(*(self.train() for _ in range(steps)), strict=True)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        fields = {"faults": "ru_minflt", "user_seconds": "ru_utime", "system_seconds": "ru_stime"}
-        used = {name: (getattr(after, field) - getattr(before, field)) / steps for name, field in fields.items()}
-        return {"seconds": seconds, "losses": losses, "used": used}
+        return {"seconds": seconds, "losses": losses}
 
     def train(self) -> tuple[float, float]:
         """Seconds of one step, and its loss; ``zero_grad`` is part of the timed step, making its data is not."""

@@ -8,7 +8,7 @@
 
 Contestants take turns as in ``step``: ratios are paired per round, and a run whose losses disagree reports no times.
 Every contestant is measured by its peer, FSDP1 in the same configuration, and all but those of ``prefetch`` also take
-part with the other's malloc. The page has the latest results of all measurements at a width on this kind of machine.
+part with the other's malloc.
 """
 
 from __future__ import annotations
