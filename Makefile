@@ -83,6 +83,7 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 # On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
 gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/performance/gpu.md
 	PYTHONPATH=src $(PYTHON) -m bench gpu $(ARGS)
+	NCCL_BUFFSIZE=524288 NCCL_MAX_CTAS=2 FULLSHARD_TEST_DEVICE=cuda PYTHONPATH=src timeout --signal=INT 350 $(PYTHON) -m pytest -q tests/devices $(ON_ACCELERATOR)
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(CLIENTS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,14 +2,12 @@
 
 A benchmark is a module with ``Options``, a subclass of :class:`Options` whose fields are its options, and
 ``run(options)``, which returns False if something went wrong. What a shared option means is said here, once; a
-benchmark says only its default. Nothing but the standard library is imported, so that ``gpu`` runs where only
-torch is.
+benchmark says only its default. Only the standard library is imported, so that ``gpu`` runs where only torch is.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +32,6 @@ SHARED = {
     "rounds": "Rounds; in each, every contestant has a turn.",
     "steps_per_round": "Steps in a turn.",
     "warmup_steps": "First steps, not timed.",
-    "steps": "Steps of training.",
     "only": "Run only this contestant.",
     "what": "Measure only this.",
     "results": "Folder of the JSON and the plot.",
@@ -71,7 +68,6 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was measured, for the JSON."""
         return {name: value for name, value in asdict(self).items() if name not in OUTSIDE_SETTINGS}
 
 
@@ -89,45 +85,28 @@ def parser_of(program: str, options: type[Any], description: str) -> argparse.Ar
 def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: Any) -> None:
     kinds = [kind for kind in get_args(hint) if kind not in (type(None), Ellipsis)]
     kind, repeated = (kinds[0] if kinds else hint), get_origin(hint) is tuple
-    own, choices = each.metadata.get("help"), each.metadata.get("choices", ())
-    if (own is None) is (each.name not in SHARED):
-        raise TypeError(f"{each.name}: the help is stated once, of shared options in bench/command_line.py")
-    text = own or SHARED[each.name]
+    choices, least = each.metadata.get("choices", ()), each.metadata.get("least")
+    text = each.metadata.get("help") or SHARED[each.name]
     text += " Repeat for several." if repeated else ""
     text += f" One of {', '.join(choices)}." if choices else ""
-    default = each.default if each.default is not MISSING else None
-    if default not in (None, (), False, True) and not isinstance(default, Path):
-        text += f" [{', '.join(map(str, default)) if repeated else default}]"
+    if each.default not in (None, (), False, True, MISSING) and not isinstance(each.default, Path):
+        text += f" [{', '.join(map(str, each.default)) if repeated else each.default}]"
     flag, text = "--" + each.name.replace("_", "-"), text.replace("%", "%%")
     if kind is bool:
         parser.add_argument(flag, help=text, action=argparse.BooleanOptionalAction)
         return
-    least = each.metadata.get("least")
-    reader = _number(kind, least) if kind in (int, float) else _choice(choices) if choices else kind
-    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
-    parser.add_argument(flag, help=text, type=reader, action="append" if repeated else "store", metavar=metavar)
 
-
-def _number(kind: type, least: float | None) -> Callable[[str], Any]:
-    bound = least if least is not None else 1 if kind is int else 0
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not value >= bound or math.isnan(value):
-            raise argparse.ArgumentTypeError(f"expected at least {bound}, got {text}")
+    def read(given: str) -> Any:
+        value, bound = kind(given), least if least is not None else 1 if kind is int else 0
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"unknown {given!r}; known are {', '.join(choices)}")
+        if kind in (int, float) and not value >= bound:  # nor NaN
+            raise argparse.ArgumentTypeError(f"expected at least {bound}, got {given}")
         return value
 
     read.__name__ = kind.__name__
-    return read
-
-
-def _choice(choices: Sequence[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"unknown {text!r}; known are {', '.join(choices)}")
-        return text
-
-    return read
+    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
+    parser.add_argument(flag, help=text, type=read, action="append" if repeated else "store", metavar=metavar)
 
 
 def start(

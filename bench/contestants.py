@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,11 @@ OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 COMPOSABLE = {FSDP2: "torch.distributed.fsdp", FULLSHARD: "fullshard"}
 
 
-@dataclass(frozen=True)
-class Wrapping:
+class Wrapping(NamedTuple):
     """A ``FullyShardedDataParallel``: the package that has it, and the flag it is called with."""
 
     library: str
     use_orig_params: bool
-
-    @property
-    def policies(self) -> str:
-        """The module with its auto-wrap policies."""
-        return f"{self.library}.wrap"
 
 
 WRAPPING: Mapping[str, Wrapping] = {
@@ -75,29 +69,17 @@ PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
 
 @dataclass(frozen=True)
 class Contestant:
-    """A system in one configuration.
+    """A system in one configuration. What is 0, empty or None is as it comes."""
 
-    Args:
-        name: In tables.
-        system: What shards the model.
-        environment: Variables that its processes are started with.
-        peer: The contestant in the same configuration that it is measured by. None: itself.
-        prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
-        kept: MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep. 0: nothing is told.
-        keep_last: Of ``fully_shard``: how many of the last units stay gathered from forward to backward, told by hand.
-        quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
-        ahead: Of fullshard: how many units may be prefetched, told by hand. 0: nothing is told.
-    """
-
-    name: str
-    system: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    peer: str | None = None
-    prefetch: str | None = None
-    kept: int = 0
-    keep_last: int = 0
-    quantized: str = ""
-    ahead: int = 0
+    name: str  # in tables
+    system: str  # what shards the model
+    environment: Mapping[str, str] = field(default_factory=dict)  # that its processes are started with
+    peer: str | None = None  # the contestant in the same configuration that it is measured by; None: itself
+    prefetch: str | None = None  # of a wrapper: a key of PREFETCHES
+    kept: int = 0  # MiB of blocks that ``fullshard.keep_freed_memory`` is told to keep
+    keep_last: int = 0  # of ``fully_shard``: how many of the last units stay unsharded from forward to backward
+    quantized: str = ""  # of fullshard: the format in which parameters are sent, gradients in int8
+    ahead: int = 0  # of fullshard: how many units may be prefetched
 
 
 def _contestants() -> Iterator[Contestant]:
@@ -124,11 +106,7 @@ def with_setting(peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def set_allocator(contestant: Contestant) -> None:
-    """Give this process the setting of malloc that the contestant is to have; to be called just before it shards.
-
-    Raises:
-        RuntimeError: The allocator does not take it.
-    """
+    """Give this process the setting of malloc that the contestant is to have; to be called just before it shards."""
     if contestant.kept:
         from fullshard.allocator import keep_freed_memory
 
@@ -148,7 +126,7 @@ def start_fake_group(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
-    # A fake gather leaves whatever bytes were there; denormal numbers among them would cost time.
+    # A fake all-gather leaves whatever bytes were there; denormal numbers among them would cost time.
     torch.set_flush_denormal(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
@@ -175,24 +153,22 @@ def prepare(system: str) -> None:
     if system in COMPOSABLE:
         composable(system)
     elif system in WRAPPING:
-        importlib.import_module(WRAPPING[system].policies)
+        importlib.import_module(f"{WRAPPING[system].library}.wrap")
 
 
 # ------------------------------------------------------------------ who shards what, and how
 
 FP32, BF16, HSDP, OFFLOAD = "fp32", "bf16", "hsdp", "offload"
-# The mesh of HSDP has this many ranks on its replicate axis, all others on its shard axis.
-REPLICAS = 2
 
 
 def mesh_of(mode: str, device: torch.device) -> DeviceMesh:
-    """All ranks of the default group."""
+    """All ranks of the default group; of HSDP in two replicas."""
     ranks = dist.get_world_size()
     if mode != HSDP:
         return init_device_mesh(device.type, (ranks,))
-    if ranks % REPLICAS:
-        raise ValueError(f"{HSDP} needs a multiple of {REPLICAS} ranks, got {ranks}")
-    return init_device_mesh(device.type, (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    if ranks % 2:
+        raise ValueError(f"{HSDP} needs an even number of ranks, got {ranks}")
+    return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def options_of(system: str, mode: str) -> dict[str, Any]:
@@ -221,7 +197,6 @@ def distribute(
     keep_last: int = 0,
     quantized: str = "",
     ahead: int = 0,
-    **options: Any,
 ) -> nn.Module:
     """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root.
 
@@ -231,11 +206,7 @@ def distribute(
         unit_type: Of the units.
         device: That it trains on.
         mode: FP32, BF16 (parameters gathered in bf16, gradients reduced in fp32), HSDP or OFFLOAD.
-        prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
-        keep_last: Of ``fully_shard``: how many of the last units stay gathered between forward and backward.
-        quantized: Of fullshard: the format in which parameters are sent, gradients in int8; empty: their own.
-        ahead: Of fullshard: how many units may be prefetched. 0: as it comes.
-        options: More that every unit gets.
+        prefetch, keep_last, quantized, ahead: See :class:`Contestant`.
     """
     if system == UNSHARDED:
         return model.to(torch.bfloat16 if mode == BF16 else None)
@@ -243,7 +214,7 @@ def distribute(
         return nn.parallel.DistributedDataParallel(model)
     if system in COMPOSABLE:
         fully_shard = composable(system).fully_shard
-        every = {"mesh": mesh_of(mode, device), **options_of(system, mode), **options}
+        every = {"mesh": mesh_of(mode, device), **options_of(system, mode)}
         units = [module for module in model.modules() if isinstance(module, unit_type)]
         largest = max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in units)
         for index, unit in enumerate(units):
@@ -259,7 +230,8 @@ def distribute(
     if system not in WRAPPING:
         raise ValueError(f"unknown system {system!r}")
     wrapping = WRAPPING[system]
-    library, policies = importlib.import_module(wrapping.library), importlib.import_module(wrapping.policies)
+    library, policies = (importlib.import_module(f"{wrapping.library}{end}") for end in ("", ".wrap"))
+    options = options_of(system, mode)
     if prefetch is not None:
         member = PREFETCHES[prefetch]
         options["backward_prefetch"] = None if member is None else library.BackwardPrefetch[member]
@@ -268,7 +240,6 @@ def distribute(
         auto_wrap_policy=policies.ModuleWrapPolicy({unit_type}),
         use_orig_params=wrapping.use_orig_params,
         device_id=device,
-        **options_of(system, mode),
         **options,
     )
     return wrapped

@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DIRTY = "with changes"  # ends a commit in whose tree something had changed
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Environment:
     commit: str
     date: str
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
     @property
     def name(self) -> str:
         """A file-name part that says which kind of machine this was, and not which machine."""
         return slug(self.device) if self.device else f"{slug(self.cpu)}-{self.cores}-cores"
+
+    @property
+    def machine(self) -> str:
+        """The accelerator, or the processor."""
+        return self.device or self.cpu
 
 
 def current_environment(device: str | None = None) -> Environment:
@@ -43,7 +46,7 @@ def current_environment(device: str | None = None) -> Environment:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_model(),
-        cores=_usable_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         device=device,
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -60,14 +63,7 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _commit() -> str:
@@ -75,15 +71,13 @@ def _commit() -> str:
     commit = _git("rev-parse", "--short=12", "HEAD")
     if not commit:
         return "unknown"
-    changed = _git("status", "--porcelain", "--", "src", "bench/*.py")
-    return f"{commit} with changes" if changed else commit
+    return f"{commit} {DIRTY}" if _git("status", "--porcelain", "--", "src", "bench/*.py") else commit
 
 
 def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
     try:
-        answer = subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True
-        )
+        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()

@@ -1,146 +1,72 @@
-"""All benchmarks of a CPU host, one after another, of one commit and on one machine; then the plots, tables and claims.
+"""All benchmarks of a CPU host, one after another, of one commit and on one machine; then the tables and claims.
 
 A tree with changes is refused, since a commit would not say what was measured. A benchmark whose results are of this
 commit and machine already is left out, so that a run that was broken off can be started again. Every benchmark has a
-process of its own; one that fails is named at the end, and the others run. Rounds are given so that all take about
-``FULL_MINUTES`` on two cores; ``--minutes`` scales them.
+process of its own; one that fails is named at the end, and the others run.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench import redraw
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
-from bench.environment import Environment, current_environment
-from bench.stored import DIRTY
+from bench.environment import DIRTY, Environment, current_environment
+from bench.training import modes, wrapper
 
-LEAST_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One process.
-
-    Args:
-        benchmark: Its name.
-        arguments: Beside rounds.
-        minutes: That it takes with ``rounds``, on two cores.
-        results: Names of all results that it writes.
-        rounds: If it has them.
-        needs: A package without which it cannot run.
-    """
-
-    benchmark: str
-    arguments: str
-    minutes: float
-    results: tuple[str, ...]
-    rounds: int | None = None
-    needs: str | None = None
-
-    def command(self, share: float) -> list[str]:
-        """Arguments of ``python -m bench`` for this share of the full time."""
-        rounds = [] if self.rounds is None else ["--rounds", str(max(LEAST_ROUNDS, round(share * self.rounds)))]
-        return [self.benchmark, *self.arguments.split(), *rounds]
-
-
-def _training(
-    benchmark: str, width: int, rounds: int, minutes: float, what: tuple[str, ...] = (), needs: str | None = None
-) -> Stage:
-    names = tuple(f"{benchmark}_{name}_{width}" for name in what) or (f"{benchmark}_{width}",)
-    chosen = "".join(f" --what {name}" for name in what)
-    return Stage(benchmark, f"--width {width}{chosen}", minutes, names, rounds, needs)
-
-
-def _stage(name: str, minutes: float, rounds: int | None = None, arguments: str = "", result: str = "") -> Stage:
-    return Stage(name, arguments, minutes, (result or name,), rounds)
-
-
-MODES = ("bf16", "hsdp", "accumulation", "offload", "ragged")
-WRAPPER = ("step", "accumulation", "summon", "summon_writeback", "prefetch")
-# The most important first; what needs gloo ranks before what one process does.
-STAGES = (
-    _training("step", 512, 7, 2.4),
-    _training("step", 1024, 6, 3.7),
-    _training("modes", 512, 3, 3.7, MODES),
-    _training("modes", 1024, 3, 9.0, MODES),
-    _training("wrapper", 512, 3, 5.1, WRAPPER),
-    _training("wrapper", 1024, 3, 5.9, ("step", "accumulation")),
-    _training("accelerate_step", 512, 7, 1.5, needs="accelerate"),
-    _training("accelerate_step", 1024, 5, 1.5, needs="accelerate"),
-    _stage("checkpoint", 4.2, 3, result="checkpoint_1024"),
-    _stage("memory_limit", 4.1, arguments="--ranks 2 --ranks 64 --what fp32 --what bf16"),
-    _stage("page_faults", 0.8, 3, result="page_faults_fullshard_1024"),
-    _stage("muon", 0.7, 9),
-    _stage("host_cost", 0.9, 15),
-    _stage("wrap_time", 1.2, 7),
-    _stage("optimizer_cost", 2.7, 4),
-    _stage("nccl_counts", 0.8),
-    _stage("nccl_counts", 5.8, arguments="--device emulated", result="nccl_counts_emulated"),
-    _stage("overlap", 1.5, 3),
-    _stage("scaling", 4.5),
-    _stage("quantization", 4.0, arguments="--steps 500"),
-)
-# A GPU's, which writes its own page; what compares fullshard with itself; what is calculated; and what only draws.
-APART = ("gpu", "hosts", "diagnosis", "planned", "wrap_model", "pictures", "redraw", "all")
-FULL_MINUTES = sum(stage.minutes for stage in STAGES)
+# Command -> names of the results that it writes; the most important first, about 50 minutes on two cores.
+STAGES: dict[str, list[str]] = {
+    "step --width 512 --rounds 7": ["step_512"],
+    "step --width 1024 --rounds 6": ["step_1024"],
+    "modes --width 512 --rounds 3": [f"modes_{each}_512" for each in modes.BENCHMARK.by_name],
+    "modes --width 1024 --rounds 3": [f"modes_{each}_1024" for each in modes.BENCHMARK.by_name],
+    "wrapper --width 512 --rounds 3": [f"wrapper_{each}_512" for each in wrapper.BENCHMARK.by_name],
+    "wrapper --width 1024 --what step --what accumulation --rounds 3": [
+        f"wrapper_{each}_1024" for each in ("step", "accumulation")
+    ],
+    "checkpoint --rounds 3": ["checkpoint_1024"],
+    "host_cost --rounds 15": ["host_cost"],
+    "wrap_time --rounds 7": ["wrap_time"],
+    "optimizer_cost --rounds 4": ["optimizer_cost"],
+    "nccl_counts": ["nccl_counts"],
+}
+# A GPU's, which writes its own page; what needs root; what is calculated; and what only writes pages.
+APART = ("gpu", "hosts", "planned", "redraw", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
     """Everything that is not measured at this commit on this machine yet."""
 
-    minutes: float = option(FULL_MINUTES, "Minutes for all; rounds are scaled to it, to at least three.")
-    plan: bool = option(False, "Only print what would run, and how long it takes.")
+    plan: bool = option(False, "Only print what would run.")
 
 
-def missing(stage: Stage, folder: Path, environment: Environment) -> bool:
-    """Whether a result of the stage is not there, or of another commit."""
-    for name in stage.results:
-        path = folder / f"{name}_{environment.name}.json"
-        if not path.exists():
-            return True
-        if json.loads(path.read_text(encoding="utf-8"))["environment"]["commit"] != environment.commit:
-            return True
-    return False
-
-
-def planned(options: Options, environment: Environment) -> Iterator[tuple[Stage, str]]:
-    """Every stage, and why it does not run; empty if it does."""
-    for stage in STAGES:
-        absent = stage.needs is not None and importlib.util.find_spec(stage.needs) is None
-        if absent:
-            yield stage, f"{stage.needs} is not installed"
-        else:
-            yield stage, "" if missing(stage, options.results, environment) else "measured at this commit"
+def missing(names: list[str], folder: Path, environment: Environment) -> bool:
+    """Whether one of these results is not there, or of another commit."""
+    paths = [folder / f"{name}_{environment.name}.json" for name in names]
+    return not all(
+        path.exists() and json.loads(path.read_text(encoding="utf-8"))["environment"]["commit"] == environment.commit
+        for path in paths
+    )
 
 
 def run(options: Options) -> bool:
-    """Run all that is missing, then write plots and pages."""
-    environment = current_environment()
+    environment, failed = current_environment(), []
     if environment.commit.endswith(DIRTY) and not options.plan:
         raise UsageError(f"src or bench differ from commit {environment.commit.split()[0]}: commit first")
-    share, failed, begun = options.minutes / FULL_MINUTES, [], time.monotonic()
-    for stage, reason in planned(options, environment):
-        command = stage.command(share)
-        print(f"== {' '.join(command)}: {reason or f'about {share * stage.minutes:.1f} min'}", flush=True)
-        if reason or options.plan:
-            continue
-        started = time.monotonic()
-        files = ["--results", str(options.results)]
-        if subprocess.run([sys.executable, "-m", "bench", *command, *files], check=False).returncode:
-            failed.append(stage.benchmark)
-        print(f"== {stage.benchmark} took {(time.monotonic() - started) / 60:.1f} min", flush=True)
-    if options.plan:
-        return True
-    redraw.run(redraw.Options(results=options.results, write_document=options.write_document))
-    print(f"failed: {', '.join(failed)}" if failed else f"all ran, {(time.monotonic() - begun) / 60:.0f} min")
+    for command, names in STAGES.items():
+        runs = missing(names, options.results, environment)
+        print(f"== {command}{'' if runs else ': measured at this commit'}", flush=True)
+        if runs and not options.plan:
+            arguments = [*command.split(), "--results", str(options.results)]
+            if subprocess.run([sys.executable, "-m", "bench", *arguments], check=False).returncode:
+                failed.append(command)
+    if not options.plan:
+        redraw.run(redraw.Options(results=options.results, write_document=options.write_document))
+        print(f"failed: {', '.join(failed)}" if failed else "all ran")
     return not failed

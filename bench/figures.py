@@ -1,45 +1,37 @@
 """The figures by which the project is judged, with their targets: one list, from which pages and claims are made.
 
-A figure is a ratio to a peer, or to a bound, that stands in a stored result; below 1, fullshard is faster or smaller.
-Nothing on the pages is typed: a figure that no result has is "not measured".
+A figure is a ratio to a peer that stands in a stored result; below 1, fullshard is faster or smaller. Nothing on the
+pages is typed: a figure that no result has is "not measured".
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bench import host_cost, report
 from bench.checkpoint import report as checkpoint
-from bench.stored import Results, common_source, oddness
+from bench.results import Results, common_source, oddness
 
 UNMEASURED = "not measured"
 # A peer is judged with what fullshard sets by itself.
 OURS, OUR_MALLOC = "fullshard", "with our malloc"
+# Contestants of the wrapper, and what they say in its tables.
+FLAGS = {"fullshard-wrapper-flat": "flat", "fullshard-wrapper": "original parameters"}
 Find = Callable[[Results], Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One ratio.
+    """One ratio."""
 
-    Args:
-        what: Is measured.
-        peer: Is what it is compared with.
-        find: Its value, or its value and spread, in the results; None: not measured.
-        limit: What it may be at most; None: no target.
-        page: Where its table is.
-        headline: Whether it is in the picture.
-    """
-
-    what: str
-    peer: str
-    find: Find
-    limit: float | None = None
-    page: str = ""
-    headline: bool = False
+    what: str  # is measured
+    peer: str  # is what it is compared with
+    find: Find  # its value, or its value and spread, in the results; None: not measured
+    limit: float | None = None  # what it may be at most; None: no target
+    page: str = ""  # where its table is
+    headline: bool = False  # whether it is in the picture
 
     def text(self, results: Results) -> str:
         """The value as it is written everywhere."""
@@ -51,7 +43,6 @@ class Figure:
         return report.cell(found, ".3f" if hides else ".2f")
 
     def median(self, results: Results) -> float | None:
-        """The value without its spread."""
         found = self.find(results)
         return found["median"] if isinstance(found, Mapping) else found
 
@@ -86,54 +77,7 @@ def files(operation: str, clock: str, peer: str) -> Find:
     return find
 
 
-def counted_ratios(results: Results) -> list[float]:
-    """fullshard's counted peak over FSDP2's, in each cell of the benchmark of memory."""
-    if "memory_limit" not in results:
-        return []
-    peaks: dict[tuple[Any, ...], dict[str, int]] = {}
-    for cell in results["memory_limit"].result["cells"]:
-        if cell["reading"] is not None and cell["mode"] != "offload":
-            row = peaks.setdefault((cell["width"], cell["ranks"], cell["mode"]), {})
-            row[cell["system"]] = max(cell["reading"]["peaks"].values())
-    return [row["fullshard"] / row["fsdp2"] for row in peaks.values() if {"fullshard", "fsdp2"} <= set(row)]
-
-
-def counted(summary: Callable[[Sequence[float]], float]) -> Find:
-    return lambda results: summary(counted_ratios(results)) if counted_ratios(results) else None
-
-
-def overlap_ratios(results: Results, ours: str, peer: str, device: str) -> list[float]:
-    """Step time of ours over the peer's in the cells of equal units on the modelled network."""
-    cells = results["overlap"].result["cells"] if "overlap" in results else []
-    pairs = [
-        [report.value_under(cell, ("contestants", name, "over_bound", "median")) for name in (ours, peer)]
-        for cell in cells
-        if (cell["model"], cell["device"]) == ("even", device)
-    ]
-    return [mine / theirs for mine, theirs in pairs if mine and theirs]
-
-
-def overlapped(summary: Callable[[Sequence[float]], float], ours: str, peer: str) -> Find:
-    def find(results: Results) -> float | None:
-        found = overlap_ratios(results, ours, peer, "streams")
-        return summary(found) if found else None
-
-    return find
-
-
-def over_bound(summary: Callable[[Sequence[float]], float]) -> Find:
-    """The steps of fullshard over the bound, with streams."""
-
-    def find(results: Results) -> float | None:
-        cells = results["overlap"].result["cells"] if "overlap" in results else []
-        keys = ("contestants", "fullshard", "over_bound", "median")
-        found = [report.value_under(c, keys) for c in cells if (c["model"], c["device"]) == ("even", "streams")]
-        return summary(found) if found and None not in found else None
-
-    return find
-
-
-def _steps() -> Iterator[Figure]:
+def _training() -> Iterator[Figure]:
     page, both = "benchmarks.md#a-training-step-on-cpu-ranks", f"the faster of FSDP1 and FSDP2, {OUR_MALLOC}"
     for width, limit in ((512, 0.80), (1024, 0.70)):
         name, head = f"step_{width}", f"step, width {width}, 2 CPU ranks"
@@ -146,24 +90,18 @@ def _steps() -> Iterator[Figure]:
         yield Figure(f"counted peak, {head}", "FSDP2", of_step(name, OURS, "counted_ratio_to_fsdp2"), 1.02, page)
         resident = of_step(name, OURS, "peak_over_baseline_ratio_to_fsdp2_with_our_malloc")
         yield Figure(f"resident peak, {head}", f"FSDP2, {OUR_MALLOC}", resident, None, page)
-
-
-def _modes() -> Iterator[Figure]:
     page = "benchmarks.md#the-modes-of-fully_shard"
     titles = {"bf16": "bf16", "hsdp": "HSDP 2 x 2", "accumulation": "accumulation", "offload": "CPU offload policy"}
     for width, limit in ((512, 0.80), (1024, 0.70)):
         for mode, title in titles.items():
-            peer = f"{'the faster of FSDP1 and FSDP2' if mode == 'accumulation' else 'FSDP2'}, {OUR_MALLOC}"
-            find = of_step(f"modes_{mode}_{width}", OURS, "time_ratio_to_better_peer_with_our_malloc")
+            name, peer = f"modes_{mode}_{width}", both if mode == "accumulation" else f"FSDP2, {OUR_MALLOC}"
+            find = of_step(name, OURS, "time_ratio_to_better_peer_with_our_malloc")
             yield Figure(f"{title}, step, width {width}", peer, find, limit, page, width == 512)
-            memory = of_step(f"modes_{mode}_{width}", OURS, "counted_ratio_to_fsdp2")
+            memory = of_step(name, OURS, "counted_ratio_to_fsdp2")
             yield Figure(f"{title}, counted peak, width {width}", "FSDP2", memory, 1.02, page)
-
-
-def _wrapper() -> Iterator[Figure]:
     page = "benchmarks.md#the-wrapper"
     for width, limit in ((512, 0.85), (1024, 0.65)):
-        for name, flag in (("fullshard-wrapper-flat", "flat"), ("fullshard-wrapper", "original parameters")):
+        for name, flag in FLAGS.items():
             what, result = f"wrapper, {flag}, step, width {width}", f"wrapper_step_{width}"
             find = of_step(result, name, "time_ratio_with_our_malloc")
             yield Figure(what, f"FSDP1, {OUR_MALLOC}", find, limit, page, flag == "flat")
@@ -181,23 +119,16 @@ def _host() -> Iterator[Figure]:
         yield Figure(f"host time of the whole step, {what}, {tiny}", "FSDP2", whole, None, page, True)
     direct = at("host_cost", "direct", *of, "forward_backward", ratio)
     yield Figure(f"{beyond}, {forward}, {nine}", "FSDP2", direct, 0.35, page)
-    for name, flag in (("fullshard-wrapper-flat", "flat"), ("fullshard-wrapper", "original parameters")):
-        keys = ("contestants", name, "forward_backward", "host_cost_ratio_to_fsdp1")
-        yield Figure(f"{beyond}, {forward}, wrapper, {flag}", "FSDP1", at("host_cost", *keys), 0.50, page)
-
-
-def _start() -> Iterator[Figure]:
-    page, of = "benchmarks.md#the-wrapper", "contestants"
-    for name, peer, end, limits in (
-        ("fullshard", "FSDP2", "fsdp2", (0.50, 0.60)),
-        ("fullshard-wrapper-flat", "FSDP1", "fsdp1", (0.50, 0.60)),
-        ("fullshard-wrapper", "FSDP1", "fsdp1", (0.50, 0.60)),
-    ):
-        flag = "flat" if name.endswith("flat") else "original parameters"
-        what = "`fully_shard` on 100 modules" if name == "fullshard" else f"wrapper, {flag}, on 1,000 modules"
-        for figure, title, limit in zip(("constructor", "both"), ("", " and the first step"), limits, strict=True):
-            find = at("wrap_time", of, name, figure, f"ratio_to_{end}")
-            yield Figure(f"{what}{title}", peer, find, limit, page, flag == "flat" or name == OURS)
+    for name, flag in FLAGS.items():
+        find = at("host_cost", "contestants", name, "forward_backward", "host_cost_ratio_to_fsdp1")
+        yield Figure(f"{beyond}, {forward}, wrapper, {flag}", "FSDP1", find, 0.50, page)
+    page = "benchmarks.md#the-wrapper"
+    for name in (OURS, *FLAGS):
+        peer = "FSDP2" if name == OURS else "FSDP1"
+        what = "`fully_shard` on 100 modules" if name == OURS else f"wrapper, {FLAGS[name]}, on 1,000 modules"
+        for figure, title, limit in (("constructor", "", 0.50), ("both", " and the first step", 0.60)):
+            find = at("wrap_time", "contestants", name, figure, f"ratio_to_{peer.lower()}")
+            yield Figure(f"{what}{title}", peer, find, limit, page, name != "fullshard-wrapper")
 
 
 def _optimizer() -> Iterator[Figure]:
@@ -207,21 +138,12 @@ def _optimizer() -> Iterator[Figure]:
         yield Figure(step, "plain tensors", at(name, *ours, "ratio_to_plain"), 1.1, page)
         yield Figure(step, "FSDP2", at(name, *ours, "ratio_to_fsdp2"), None, page, how == "foreach")
     for how in ("foreach", "fused", "loop"):
-        find = at(name, "contestants", f"dtensors {how}", "ratio_to_fsdp2")
-        yield Figure(
-            f"AdamW step on DTensors, as of an unknown optimizer, {how}", "FSDP2", find, 1.0, page, how == "foreach"
-        )
+        find, what = at(name, "contestants", f"dtensors {how}", "ratio_to_fsdp2"), "as of an unknown optimizer"
+        yield Figure(f"AdamW step on DTensors, {what}, {how}", "FSDP2", find, 1.0, page, how == "foreach")
     for which, what in (("fullshard", "torch's `clip_grad_norm_`"), ("own", "`fullshard.clip_grad_norm_`")):
         ours = ("contestants", f"{which} clip")
         yield Figure(what, "plain tensors", at(name, *ours, "ratio_to_plain"), 1.2, page)
         yield Figure(what, "FSDP2", at(name, *ours, "ratio_to_fsdp2"), 1.0, page, which == "fullshard")
-    yield Figure(
-        "Muon", "gathering every matrix", at("muon", "contestants", "fullshard", "ratio_to_gather"), None, page
-    )
-
-
-# In the picture; as each comes, ``async_save`` is not of like with like.
-JUDGED_FILES = ("save", "async_save_kept", "load")
 
 
 def _checkpoints() -> Iterator[Figure]:
@@ -236,20 +158,9 @@ def _checkpoints() -> Iterator[Figure]:
         ("export", "export to one safetensors file", "returned", "fsdp1", "FSDP1's full state dict", 0.8),
         ("import", "import from one safetensors file", "returned", "fsdp2", "FSDP2", 0.8),
         ("import", "import from one safetensors file", "returned", "fsdp1", "FSDP1", 0.8),
-    ):
-        yield Figure(what, peer, files(operation, clock, way), limit, page, operation in JUDGED_FILES)
-
-
-def _bounds() -> Iterator[Figure]:
-    memory, overlap = "../how_to/memory.md#measured-peak-memory", "benchmarks.md#overlap-on-a-modelled-network"
-    yield Figure("counted peak, worst configuration", "FSDP2", counted(max), 1.02, memory, True)
-    yield Figure("counted peak, median of the configurations", "FSDP2", counted(statistics.median), 0.95, memory)
-    yield Figure("step with streams, worst of nine networks", "the lower bound", over_bound(max), 1.05, overlap)
-    yield Figure(
-        "step with streams, worst of nine networks", "FSDP2", overlapped(max, "fullshard", "FSDP2"), 1.0, overlap
-    )
-    kept = overlapped(max, "fullshard", "FSDP2, last kept")
-    yield Figure("step with streams, worst of nine networks", "FSDP2, last unit kept by hand", kept, 1.0, overlap, True)
+    ):  # not in the picture: ``async_save`` as each comes, which is not of like with like
+        shown = operation in ("save", "async_save_kept", "load")
+        yield Figure(what, peer, files(operation, clock, way), limit, page, shown)
 
 
 def _gpu() -> Iterator[Figure]:
@@ -259,17 +170,7 @@ def _gpu() -> Iterator[Figure]:
         yield Figure(f"{one}, {dtype}", "FSDP2", at("gpu", *ours, "time_ratio_to_fsdp2"), None, page, True)
 
 
-FIGURES: tuple[Figure, ...] = (
-    *_steps(),
-    *_modes(),
-    *_wrapper(),
-    *_host(),
-    *_start(),
-    *_optimizer(),
-    *_checkpoints(),
-    *_bounds(),
-    *_gpu(),
-)
+FIGURES: tuple[Figure, ...] = (*_training(), *_host(), *_optimizer(), *_checkpoints(), *_gpu())
 
 
 def table(results: Results) -> str:
@@ -281,36 +182,27 @@ def table(results: Results) -> str:
         if limit is not None and value is not None:
             judged += ": met" if value <= limit else ": **missed**"
         rows.append([f"[{figure.what}]({figure.page})", figure.peer, figure.text(results), judged])
-    lines = report.markdown_table(["measured", "peer", "ratio", "target"], rows).splitlines()
-    return "\n".join([lines[0], "| --- | --- | ---: | --- |", *lines[2:]])
+    return report.markdown_table(["measured", "peer", "ratio", "target"], rows, ["---", "---", "---:", "---"])
 
 
 def shortfalls(results: Results) -> str:
     """Where fullshard is slower or larger than a peer, or misses a target, a line each; how much is not measured."""
-    losses = [
-        f"- {figure.what}: {figure.text(results)} of {figure.peer}"
-        + (f"; the target was {figure.limit:.2f}" if figure.limit is not None and value > figure.limit else "")
-        for figure in FIGURES
-        for value in [figure.median(results)]
-        if value is not None and (value > 1.005 or (figure.limit is not None and value > figure.limit))
-    ]
-    missing = sum(figure.median(results) is None for figure in FIGURES)
+    losses, missing = [], 0
+    for figure in FIGURES:
+        value, limit = figure.median(results), figure.limit
+        missed = value is not None and limit is not None and value > limit
+        if value is not None and (value > 1.005 or missed):
+            target = f"; the target was {limit:.2f}" if missed else ""
+            losses.append(f"- {figure.what}: {figure.text(results)} of {figure.peer}{target}")
+        missing += value is None
     text = "\n".join(losses) or "No figure of the table is above 1, and no target is missed."
     return text + (f"\n\nNot measured yet: {missing} of the {len(FIGURES)} figures below." if missing else "")
 
 
 def sources(results: Results) -> str:
     """Of what commit and machine each result is; those that differ from most say so."""
-    common = common_source(results)
-    rows = [
-        [
-            name,
-            each.source.machine,
-            each.environment.date,
-            f"`{each.source.commit}`",
-            "; ".join(oddness(each.source, common if each.environment.device is None else None)),
-        ]
-        for name, each in sorted(results.items())
-    ]
-    lines = report.markdown_table(["result", "machine", "date", "commit", "remark"], rows).splitlines()
-    return "\n".join([lines[0], "| --- | --- | --- | --- | --- |", *lines[2:]])
+    common, rows = common_source(results), []
+    for name, each in sorted(results.items()):
+        odd = oddness(each.source, common if each.environment.device is None else None)
+        rows.append([name, each.source.machine, each.environment.date, f"`{each.source.commit}`", "; ".join(odd)])
+    return report.markdown_table(["result", "machine", "date", "commit", "remark"], rows, ["---"] * 5)

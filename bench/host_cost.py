@@ -1,10 +1,10 @@
 """Host time that sharding adds per unit and step, on a silent process group of 8 ranks on CPU: of two models.
 
 A hundred *tiny units*, each a 16 x 16 linear layer and a norm, which share messages; and blocks of *nine parameters
-that all travel on their own*, as the matrices of a Llama block do on few GPUs. The latter are 16 x 16, too, and
-fullshard is told that a message of its own pays at any size: what it calls for each does not depend on the size, but
-what copies cost does. At batch 1 the arithmetic costs next to nothing, and the process group, which calls itself NCCL,
-moves nothing, for nobody. So the time beyond the plain model's step is the library's own, without NCCL's. All
+that each have a message of their own*, as the matrices of a Llama block do on few GPUs. The latter are 16 x 16, too,
+and fullshard is told that a message of its own pays at any size: what it calls for each does not depend on the size,
+but what copies cost does. At batch 1 the arithmetic costs next to nothing, and the process group, which calls itself
+NCCL, moves nothing, for nobody. So the time beyond the plain model's step is the library's own, without NCCL's. All
 contestants live in this process and take turns. Two figures: forward and backward alone, and the whole step with AdamW,
 where it also matters what kind of tensors the optimizer is given. None of them says much alone.
 
@@ -32,51 +32,33 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
+from bench import contestants as who
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import (
-    CONTESTANTS,
-    FSDP1,
-    FSDP1_FLAT,
-    FSDP2,
-    FULLSHARD,
-    PEER_WITH_SAME_FLAG,
-    RAGGED,
-    UNSHARDED,
-    WRAPPER,
-    WRAPPER_FLAT,
-    distribute,
-)
-from bench.models import tiny_units
+from bench.contestants import CONTESTANTS, FSDP2, FULLSHARD, PEER_WITH_SAME_FLAG, distribute
+from bench.models import TinyUnit
 from bench.report import column
 from bench.simulators.silent import silent_ranks
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 from fullshard.comm import NcclTransport
 
-TITLE = "Host time per unit"
-PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, RAGGED, WRAPPER, WRAPPER_FLAT)
+PLAIN = who.UNSHARDED
+SYSTEMS = (PLAIN, who.FSDP1, who.FSDP1_FLAT, FSDP2, FULLSHARD, who.RAGGED, who.WRAPPER, who.WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
-# What the wrapper may cost of FSDP1 with the same flag, forward and backward.
-WRAPPER_TARGET = 0.50
-TINY, DIRECT = "tiny units", "nine direct parameters"
-# What fullshard may cost of FSDP2, by model and figure.
-TARGETS = {(TINY, "forward_backward"): 0.25, (DIRECT, "forward_backward"): 0.35, (TINY, "step"): 0.30}
-# Who runs the second model.
-OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, RAGGED)
-PARAMETERS, WIDTH = 9, 16
+# The second model, and who runs it.
+DIRECT = "nine direct parameters"
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD, who.RAGGED)
+PARAMETERS, WIDTH = 9, TinyUnit.width
 
-Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
+Summary = Mapping[str, Mapping[str, Any]]  # by contestant and figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """All systems."""
-
     units: int = 100
-    direct_units: int = option(30, "Units with nine parameters that travel on their own.")
+    direct_units: int = option(30, "Units with nine parameters, each in a message of its own.")
     ranks: int = 8
     rounds: int = 20
     steps_per_round: int = 5
@@ -85,17 +67,14 @@ class Options(SharedOptions):
 
 
 class Nine(nn.Sequential):
-    """So many matrices."""
-
-    def __init__(self, _: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(PARAMETERS)))
 
 
 @contextlib.contextmanager
 def each_on_its_own() -> Iterator[None]:
-    """Every parameter of fullshard's travels on its own, and no units together, as long as the block lasts."""
-    smallest = {"smallest_direct": lambda *_, **__: 0} if hasattr(NcclTransport, "smallest_direct") else {}
-    changes = {"direct_bytes": 0, "tiny_bytes": -1, **smallest}
+    """Every parameter of fullshard's has a message of its own, and no units share one, as long as the block lasts."""
+    changes = {"direct_bytes": 0, "tiny_bytes": -1, "smallest_direct": lambda *_, **__: 0}
     with contextlib.ExitStack() as stack:
         for name, value in changes.items():
             stack.enter_context(mock.patch.object(NcclTransport, name, value))
@@ -103,12 +82,12 @@ def each_on_its_own() -> Iterator[None]:
 
 
 class Runner:
-    """One contestant's model and optimizer, warmed up."""
-
-    def __init__(self, system: str, options: Options, device: str = "cpu", kind: str = TINY) -> None:
+    def __init__(self, system: str, options: Options, device: str = "cpu", direct: bool = False) -> None:
         torch.manual_seed(0)
         self.device, self.steps = torch.device(device), options.steps_per_round
-        model = tiny_units(options.units) if kind == TINY else nn.Sequential(*map(Nine, range(options.direct_units)))
+        model = nn.Sequential(*(TinyUnit() for _ in range(options.units)))
+        if direct:
+            model = nn.Sequential(*(Nine() for _ in range(options.direct_units)))
         self.inputs = torch.randn(1, WIDTH).to(self.device)
         contestant = CONTESTANTS[system]
         with mock.patch.dict(os.environ, contestant.environment):
@@ -131,7 +110,6 @@ class Runner:
         return after_backward - start, time.perf_counter() - start
 
     def turn(self) -> dict[str, float]:
-        """Medians of both times over some steps."""
         times = zip(*(self.step() for _ in range(self.steps)), strict=True)
         return dict(zip(FIGURES, map(statistics.median, times), strict=True))
 
@@ -143,10 +121,10 @@ def measured(systems: Sequence[str], options: Options, device: str = "cpu") -> t
 
 
 def measured_directly(systems: Sequence[str], options: Options) -> tuple[dict[str, Any], dict[str, str]]:
-    """The same of units with nine parameters that travel on their own."""
+    """The same of units with nine parameters, each in a message of its own."""
 
     def build(system: str) -> Runner:
-        runner = Runner(system, options, kind=DIRECT)
+        runner = Runner(system, options, direct=True)
         before = _collectives()
         runner.step()
         sent = _collectives() - before
@@ -161,11 +139,10 @@ def measured_directly(systems: Sequence[str], options: Options) -> tuple[dict[st
 
 
 def _collectives() -> int:
-    """Of all groups so far."""
     return sum(group.collectives for group in distributed_c10d._world.pg_map)
 
 
-def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
+def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's, and, of
     fullshard's wrapper, to FSDP1's with the same flag."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
@@ -187,24 +164,14 @@ def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
     return summary
 
 
-def whole_step_ratio(summary: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> dict[str, float] | None:
+def whole_step_ratio(summary: Summary, name: str, figure: str) -> dict[str, float] | None:
     """A contestant's whole step over FSDP2's of the same round, a spread as JSON; None if one of them did not run."""
     seconds = [report.value_under(summary, (system, figure, "seconds")) for system in (name, FSDP2)]
     return None if None in seconds else paired_spread(*seconds).as_json()
 
 
-def _with_whole_steps(summary: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same entries by their names in a table, with the ratios of whole steps."""
-    return {
-        "plain" if name == PLAIN else name: {
-            figure: {**entry[figure], "whole_step_ratio": whole_step_ratio(summary, name, figure)} for figure in entry
-        }
-        for name, entry in summary.items()
-    }
-
-
-def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
-    columns = []
+def table(summary: Summary, failures: Mapping[str, str]) -> str:
+    columns, rows = [], {}
     for figure, label in FIGURES.items():
         columns += [
             column(f"{label}: step, ms", figure, "median_step_seconds", spec=".1f", scale=1e3),
@@ -213,32 +180,10 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
             column("whole step / FSDP2", figure, "whole_step_ratio"),
             column("/ FSDP1, same flag", figure, "host_cost_ratio_to_fsdp1"),
         ]
-    return report.table("contestant", _with_whole_steps(summary), columns, failures)
-
-
-def verdicts(summary: Mapping[str, Mapping[str, Any]], direct: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """fullshard's ratios to FSDP2, and those of its wrappers to FSDP1, as far as they ran, beside the targets."""
-    lines = []
-    for (model, figure), target in TARGETS.items():
-        keys = (FULLSHARD, figure, "host_cost_ratio_to_fsdp2")
-        found = report.value_under(summary if model == TINY else direct, keys)
-        if found is not None:
-            lines.append(report.verdict(f"{model}, {FIGURES[figure]}:", found["median"], target, " of FSDP2's"))
-    for name in (WRAPPER, WRAPPER_FLAT):
-        found = report.value_under(summary, (name, "forward_backward", "host_cost_ratio_to_fsdp1"))
-        if found is not None:
-            lines.append(report.verdict(f"{name}:", found["median"], WRAPPER_TARGET, " of FSDP1's"))
-    return lines
-
-
-def panels(summary: Mapping[str, Any], model: str = "") -> list[report.Bars]:
-    """A panel per figure and peer."""
-    keys = {
-        f"host time per unit / {peer.upper()}, {label}{model}": (figure, f"host_cost_ratio_to_{peer}")
-        for figure, label in FIGURES.items()
-        for peer in ("fsdp2", "fsdp1")
-    }
-    return report.bars(summary, keys)
+    for name, entry in summary.items():
+        whole = {figure: {"whole_step_ratio": whole_step_ratio(summary, name, figure)} for figure in entry}
+        rows["plain" if name == PLAIN else name] = {figure: entry[figure] | whole[figure] for figure in entry}
+    return report.table("contestant", rows, columns, failures)
 
 
 def run(options: Options) -> None:
@@ -255,15 +200,7 @@ def run(options: Options) -> None:
         f"{options.direct_units} units of nine parameters, each sent in a message of its own (9 messages where FSDP2 "
         "has 1):",
         table(direct, failed),
-        *report.against_targets(verdicts(summary, direct)),
         *report.could_not_run({**failures, **{f"{name}, {DIRECT}": why for name, why in failed.items()}}),
     ]
-    report.publish(
-        options,
-        "host_cost",
-        {"settings": options.settings, "contestants": summary, "not_run": failures}
-        | {"direct": {"contestants": direct, "not_run": failed}},
-        paragraphs,
-        title=TITLE,
-        panels=panels(summary) + panels(direct, f", {DIRECT}"),
-    )
+    figures = {"settings": options.settings, "contestants": summary, "not_run": failures}
+    report.publish(options, "host_cost", {**figures, "direct": {"contestants": direct, "not_run": failed}}, paragraphs)

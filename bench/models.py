@@ -38,7 +38,6 @@ class GPTShape:
 
     @property
     def parameters(self) -> int:
-        """How many the model has."""
         rows = 12 * self.blocks * self.width + 13 * self.blocks + 2 * self.vocabulary + self.sequence + 2
         return rows * self.width
 
@@ -105,17 +104,33 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
+class SmallUnit(nn.Module):
+    """Two norms and four matrices of so few elements that stepping them is nothing but overhead."""
+
+    width = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(self.width) for _ in range(2))
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(32, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(x)
+        return x + torch.stack([matrix.sum() for matrix in self.matrices]).sum()
+
+
+PARAMETERS_PER_UNIT = 8
+
+
 class TinyUnit(nn.Module):
     """A linear layer and a norm so small that a step of many of them is nothing but host time."""
 
-    def __init__(self, width: int) -> None:
+    width = 16
+
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
+        self.linear, self.norm = nn.Linear(self.width, self.width), nn.LayerNorm(self.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.linear(x))
-
-
-def tiny_units(units: int, width: int = 16) -> nn.Sequential:
-    return nn.Sequential(*(TinyUnit(width) for _ in range(units)))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import FSDP2, FULLSHARD, distribute, fake_group
-from bench.report import cell, column
-from bench.statistics import Spread, paired_spread, spread
+from bench.models import PARAMETERS_PER_UNIT, SmallUnit
+from bench.report import column
+from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
 PLAIN, DTENSORS, OWN = "plain", "dtensors", "own"
@@ -46,49 +47,16 @@ WITHOUT: Mapping[str, frozenset[str]] = {
     DTENSORS: frozenset({CLIP}),
     OWN: frozenset({"foreach", "fused", "loop"}),
 }
-PARAMETERS_PER_UNIT = 8
-
-
-class Target(NamedTuple):
-    """At most so much: ``contestant`` over ``reference``, both a system with an implementation."""
-
-    contestant: str
-    reference: str
-    limit: float
-
-
-TARGETS = (
-    Target("fullshard foreach", "plain foreach", 1.1),
-    Target("fullshard fused", "plain fused", 1.1),
-    Target("fullshard clip", "plain clip", 1.2),
-    Target("own clip", "plain clip", 1.2),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """All systems and implementations."""
-
     units: int = 100
     ranks: int = 8
     rounds: int = 20
     steps_per_round: int = 5
     warmup_steps: int = 4
     only: tuple[str, ...] = option((), choices=SYSTEMS)
-
-
-class SmallUnit(nn.Module):
-    """Two norms and four matrices of so few elements that stepping them is nothing but overhead."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(32, 8)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm in self.norms:
-            x = norm(x)
-        return x + torch.stack([matrix.sum() for matrix in self.matrices]).sum()
 
 
 class Runner:
@@ -99,7 +67,7 @@ class Runner:
         torch.manual_seed(0)
         model = nn.Sequential(*(SmallUnit() for _ in range(settings.units)))
         distribute(FSDP2 if system == FSDP2 else FULLSHARD, model, SmallUnit, torch.device("cpu"))
-        model(torch.randn(1, 128)).sum().backward()
+        model(torch.randn(1, SmallUnit.width)).sum().backward()
         self.parameters: list[Tensor] = list(model.parameters())
         if system == PLAIN:
             self.parameters = [_plain(parameter) for parameter in self.parameters]
@@ -121,7 +89,6 @@ class Runner:
             self.run()
 
     def turn(self) -> float:
-        """Median of the seconds of some steps."""
         seconds = []
         forget_specs()
         self.run()
@@ -148,13 +115,6 @@ def _plain(parameter: Any) -> nn.Parameter:
     return plain
 
 
-def ratio(seconds: Mapping[str, Sequence[float]], name: str, reference: str) -> Spread | None:
-    """Of two contestants; None if one did not run."""
-    if name not in seconds or reference not in seconds:
-        return None
-    return paired_spread(seconds[name], seconds[reference])
-
-
 def summarize(seconds: Mapping[str, Sequence[float]], parameters: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant the step, the cost of a parameter, and ratios to plain tensors and to FSDP2."""
     summary: dict[str, dict[str, Any]] = {}
@@ -165,21 +125,10 @@ def summarize(seconds: Mapping[str, Sequence[float]], parameters: int) -> dict[s
             "seconds": list(times),
         }
         for peer in (PLAIN, FSDP2):
-            found = ratio(seconds, name, f"{peer} {name.partition(' ')[2]}")
-            entry[f"ratio_to_{peer}"] = None if found is None else found.as_json()
+            reference = seconds.get(f"{peer} {name.partition(' ')[2]}")
+            entry[f"ratio_to_{peer}"] = None if reference is None else paired_spread(times, reference).as_json()
         summary[name] = entry
     return summary
-
-
-def judge(seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """JSON-ready: each target whose contestants ran, what was reached, and whether that will do."""
-    verdicts = []
-    for contestant, reference, limit in TARGETS:
-        found = ratio(seconds, contestant, reference)
-        if found is not None:
-            label, met = f"{contestant} / {reference}", found.median <= limit
-            verdicts.append({"target": label, "limit": limit, **found.as_json(), "met": met})
-    return verdicts
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
@@ -197,14 +146,6 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
     return "\n\n".join(tables)
 
 
-def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [str(each["target"]), f"{each['limit']:.2f}", f"{cell(each)}{'' if each['met'] else ' (missed)'}"]
-        for each in verdicts
-    ]
-    return report.markdown_table(["ratio", "target, at most", "reached"], rows)
-
-
 def contestants(systems: Sequence[str] = SYSTEMS) -> list[str]:
     """Each system with each implementation that it has."""
     ways = {system: [way for way in IMPLEMENTATIONS if way not in WITHOUT.get(system, ())] for system in systems}
@@ -218,13 +159,12 @@ def run(options: Options) -> None:
     with fake_group(options.ranks):
         seconds, failures = compete(names, lambda name: Runner(name, options), options.rounds)
     parameters = options.units * PARAMETERS_PER_UNIT
-    summary, verdicts = summarize(seconds, parameters), judge(seconds)
+    summary = summarize(seconds, parameters)
     paragraphs = [
         f"{parameters} parameters in {options.units} units, rank 0 of {options.ranks} on a fake process group, one "
         f"thread, its CPU time; {options.rounds} rounds of {options.steps_per_round} steps.",
         table(summary, failures),
-        verdict_table(verdicts),
         *report.could_not_run(failures),
     ]
-    figures = {"settings": options.settings, "contestants": summary, "targets": verdicts, "not_run": failures}
+    figures = {"settings": options.settings, "contestants": summary, "not_run": failures}
     report.publish(options, "optimizer_cost", figures, paragraphs)

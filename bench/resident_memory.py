@@ -16,12 +16,6 @@ def peak() -> int | None:
     return _kernel_bytes("/proc/self/status", "VmHWM")
 
 
-def own() -> int | None:
-    """Anonymous and shared memory: without pages of files, which are the kernel's cache."""
-    parts = [_kernel_bytes("/proc/self/status", field) for field in ("RssAnon", "RssShmem")]
-    return None if None in parts else sum(part or 0 for part in parts)
-
-
 def available() -> int | None:
     """Bytes the machine can still give out."""
     return _kernel_bytes("/proc/meminfo", "MemAvailable")

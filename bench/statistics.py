@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """A median and the quartiles around it, in the unit of the values."""
 
     median: float
@@ -21,7 +20,7 @@ class Spread:
     upper_quartile: float
 
     def as_json(self) -> dict[str, float]:
-        return asdict(self)
+        return self._asdict()
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".3g"
@@ -51,7 +50,6 @@ def paired_ratios(values: Sequence[float], reference: Sequence[float]) -> list[f
 
 
 def paired_spread(values: Sequence[float], reference: Sequence[float]) -> Spread:
-    """Median and quartiles of the paired ratios."""
     return spread(paired_ratios(values, reference))
 
 
@@ -59,14 +57,3 @@ def largest_difference(values: Sequence[float], reference: Sequence[float]) -> f
     """The largest ``|values[i] - reference[i]|``; NaN if any is, which ``max`` alone would hide."""
     differences = [abs(value - base) for value, base in zip(values, reference, strict=True)]
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
-
-
-def turn_order(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of turns in a round: reversed in every second, and rotated by one after every second.
-
-    Rotation alone would give every contestant the same predecessor in all rounds; rotated and reversed in the same
-    round, two contestants would always have the same order.
-    """
-    shift = round_index // 2 % len(names)
-    order = [*names[shift:], *names[:shift]]
-    return order[::-1] if round_index % 2 else order

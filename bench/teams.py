@@ -48,21 +48,16 @@ class Launch:
 
     @classmethod
     def alone(cls, contestant: Contestant, worker: str, /, **assignment: object) -> Launch:
-        """One process, without a group."""
         return cls(contestant.name, worker, process_environment(contestant, 1), [assignment])
 
 
 class Rank:
-    """One worker process and the lines it answers with."""
-
     def __init__(self, launch: Launch, rank: int, log: IO[str], timeout: float) -> None:
         self.log, self._timeout = log, timeout
         self._answers: queue.Queue[str | None] = queue.Queue()
+        place = launch.places[rank] if launch.places else ()
         self._process = subprocess.Popen(
-            [
-                *(launch.places[rank] if launch.places else ()),
-                *(sys.executable, "-m", "bench.worker", launch.worker, json.dumps(launch.assignments[rank])),
-            ],
+            [*place, sys.executable, "-m", "bench.worker", launch.worker, json.dumps(launch.assignments[rank])],
             cwd=REPOSITORY,
             env=dict(launch.environment),
             stdin=subprocess.PIPE,
@@ -100,8 +95,7 @@ class Rank:
     def _last_words(self) -> str:
         code = self._process.wait(timeout=5)
         self.log.flush()
-        lines = Path(self.log.name).read_text(errors="replace").split("\n")
-        said = [line for line in lines if line.strip()]
+        said = [line for line in Path(self.log.name).read_text(errors="replace").split("\n") if line.strip()]
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"{cause}, {said[-1] if said else 'nothing on stderr'}"
 
@@ -112,27 +106,20 @@ class Rank:
 
 
 class Teams:
-    """Contestants whose ranks are alive together; one that fails is ended, and why is in ``failures``.
-
-    Args:
-        folder: For their logs.
-    """
+    """Contestants whose ranks are alive together; one that fails is ended, and why is in ``failures``."""
 
     alive: dict[str, list[Rank]]
     failures: dict[str, str]
-    _folder: Path
-    _logs: contextlib.ExitStack
-
-    def __init__(self, folder: Path) -> None:
-        self.alive, self.failures, self._folder, self._logs = {}, {}, folder, contextlib.ExitStack()
 
     def __enter__(self) -> Teams:
+        self.alive, self.failures, self._open = {}, {}, contextlib.ExitStack()
+        self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))  # where ranks meet, and logs are
         return self
 
     def __exit__(self, *_: object) -> None:
         for rank in (rank for team in self.alive.values() for rank in team):
             rank.end()
-        self._logs.close()
+        self._open.close()
 
     def start(self, launch: Launch, timeout: float = REPLY_TIMEOUT) -> None:
         """Start the contestant's ranks, and wait until each has built what it will be asked about.
@@ -143,7 +130,7 @@ class Teams:
         """
         self.alive[launch.name] = ranks = []
         for index in range(len(launch.assignments)):
-            log = self._logs.enter_context((self._folder / f"{slug(launch.name)}.{index}.log").open("w"))
+            log = self._open.enter_context((self.folder / f"{slug(launch.name)}.{index}.log").open("w"))
             ranks.append(Rank(launch, index, log, timeout))
         self._replies(launch.name)
 
@@ -166,7 +153,7 @@ class Teams:
 
 def ask_alone(launch: Launch, timeout: float, do: str, /, **request: object) -> dict[str, Any]:
     """Start a contestant, ask for one thing and end it: ``{"answers": ...}`` of all ranks, or ``{"failure": why}``."""
-    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+    with Teams() as teams:
         teams.start(launch, timeout)
         answers = teams.ask(launch.name, do, **request)
         return {"failure": teams.failures[launch.name]} if answers is None else {"answers": answers}

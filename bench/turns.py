@@ -1,18 +1,26 @@
-"""Contestants that live in one process and take turns, so that a drift of the machine touches all of them alike."""
+"""Contestants take turns, so that a drift of the machine touches all of them alike."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-
-from bench.statistics import turn_order
 
 T = TypeVar("T")
 
 
+def turn_order(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of turns in a round: reversed in every second, and rotated by one after every second.
+
+    Rotation alone would give every contestant the same predecessor in all rounds; rotated and reversed in the same
+    round, two contestants would always have the same order.
+    """
+    shift = round_index // 2 % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if round_index % 2 else order
+
+
 def reason_of(error: Exception) -> str:
-    """One line about an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -12,7 +12,6 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,26 +30,20 @@ from bench.contestants import (
     fake_group,
     prepare,
 )
-from bench.models import TinyUnit, tiny_units
-from bench.optimizer_cost import PARAMETERS_PER_UNIT, SmallUnit
-from bench.report import cell, column, value_under
+from bench.models import PARAMETERS_PER_UNIT, SmallUnit, TinyUnit
+from bench.report import column
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
-TITLE = "Time to wrap"
 FIGURES = {"constructor": "wrapping", "first_step": "first step", "both": "both together"}
 SYSTEMS = (*WRAPPING, *COMPOSABLE)
 # Contestant -> what it is measured by, and the key of their ratio.
 PEERS = {name: (peer, "ratio_to_fsdp1") for name, peer in PEER_WITH_SAME_FLAG.items()}
 PEERS[FULLSHARD] = (FSDP2, "ratio_to_fsdp2")
-# What they may take of their peer's time.
-TARGETS = {"constructor": 0.50, "both": 0.60}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """All wrappers."""
-
     units: int = 1000
     ranks: int = 8
     rounds: int = 7
@@ -72,7 +65,9 @@ class Runner:
     def wrap(self, units: int) -> dict[str, float]:
         """Seconds per figure of one new model."""
         torch.manual_seed(0)
-        model, kind, inputs = model_for(self.system, units)
+        kind = SmallUnit if self.system in COMPOSABLE else TinyUnit
+        model: nn.Module = nn.Sequential(*(kind() for _ in range(units_of(self.system, units))))
+        inputs = torch.randn(1, kind.width)
         gc.collect()  # what the turn before left behind
         start = time.thread_time()
         wrapped = distribute(self.system, model, kind, torch.device("cpu"))
@@ -82,13 +77,9 @@ class Runner:
         return {"constructor": made - start, "first_step": end - made, "both": end - start}
 
 
-def model_for(system: str, units: int) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
-    """A contestant's model, the class of its units, and inputs."""
-    if system in COMPOSABLE:
-        model = nn.Sequential(*(SmallUnit() for _ in range(max(1, units // 10))))
-        return model, SmallUnit, torch.randn(1, model[0].norms[0].normalized_shape[0])
-    tiny = tiny_units(units)
-    return tiny, TinyUnit, torch.randn(1, tiny[0].linear.in_features)
+def units_of(system: str, units: int) -> int:
+    """``fully_shard`` has a tenth of the units."""
+    return max(1, units // 10) if system in COMPOSABLE else units
 
 
 def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
@@ -100,7 +91,7 @@ def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) ->
             (peer, key), median = PEERS.get(name, ("", "")), spread(times).median
             entry: dict[str, Any] = {
                 "median_seconds": median,
-                "median_seconds_per_unit": median / (units // 10 or 1 if name in COMPOSABLE else units),
+                "median_seconds_per_unit": median / units_of(name, units),
                 "seconds": times,
             }
             if peer in seconds:
@@ -110,34 +101,14 @@ def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) ->
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
-    columns = []
+    columns, rows = [], {}
     for figure, label in FIGURES.items():
         columns.append(column(f"{label}, ms", figure, "median_seconds", spec=".0f", scale=1e3))
-        columns.append(("/ torch's", partial(ratio, figure)))
-    return report.table("contestant", summary, columns, failures)
-
-
-def ratio(figure: str, entry: Mapping[str, Any]) -> str:
-    """The cell of a contestant's ratio to its peer."""
-    found = (value_under(entry, (figure, key)) for _, key in PEERS.values())
-    return cell(next((each for each in found if each is not None), None))
-
-
-def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Per front end of fullshard: the ratios that have a target, and whether they meet it."""
-    found = [
-        (f"{FIGURES[figure]}, {name}:", value_under(summary, (name, figure, key)), limit)
-        for figure, limit in TARGETS.items()
-        for name, (_, key) in PEERS.items()
-    ]
-    return [report.verdict(what, each["median"], limit) for what, each, limit in found if each is not None]
-
-
-def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
-    """A panel per figure and peer."""
-    titles = {"ratio_to_fsdp1": "FSDP1", "ratio_to_fsdp2": "FSDP2"}
-    panels = {f"{label} / {titles[peer]}": (key, peer) for peer in titles for key, label in FIGURES.items()}
-    return report.bars(summary, panels)
+        columns.append(column("/ torch's", figure, "ratio"))
+    for name, of in summary.items():
+        _, key = PEERS.get(name, ("", ""))
+        rows[name] = {figure: entry | {"ratio": entry.get(key)} for figure, entry in of.items()}
+    return report.table("contestant", rows, columns, failures)
 
 
 def run(options: Options) -> None:
@@ -147,18 +118,11 @@ def run(options: Options) -> None:
     summary = summarize(turns, options.units)
     paragraphs = [
         f"{options.units} units (linear 16 x 16 and norm) found by a ModuleWrapPolicy, for `fully_shard` "
-        f"{options.units // 10 or 1} of {PARAMETERS_PER_UNIT} parameters each; rank 0 of {options.ranks} on a fake "
-        f"process group, one thread, its CPU time; {options.rounds} rounds. Ratios are to FSDP1 with the same flag, "
-        "and to FSDP2.",
+        f"{units_of(FULLSHARD, options.units)} of {PARAMETERS_PER_UNIT} parameters each; rank 0 of {options.ranks} on "
+        f"a fake process group, one thread, its CPU time; {options.rounds} rounds. Ratios are to FSDP1 with the same "
+        "flag, and to FSDP2.",
         table(summary, failures),
-        *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),
     ]
-    report.publish(
-        options,
-        "wrap_time",
-        {"settings": options.settings, "contestants": summary, "not_run": failures},
-        paragraphs,
-        title=TITLE,
-        panels=panels(summary),
-    )
+    figures = {"settings": options.settings, "contestants": summary, "not_run": failures}
+    report.publish(options, "wrap_time", figures, paragraphs)

@@ -10,20 +10,20 @@
 By: fullshard's ``fully_shard`` and both forms of its wrapper, which call the same functions, and torch FSDP2 and FSDP1
 (see ``systems.py`` for what they call). Every contestant has one process per rank, all alive in one
 run, and they take turns; a round gives everyone one turn, in an order that changes every round. One round comes before,
-whose times do not count, and one after, in which memory is sampled. What was read is compared bit for bit with what was
-saved, every time; a run with a wrong value reports no times. Files that are read are in the page cache.
+whose times do not count. What was read is compared bit for bit with what was saved, every time; a run with a wrong
+value reports no times. Files that are read are in the page cache.
 
 *Extra memory* is the high-water mark of a rank's resident memory beyond what it held before the call, largest of all
-ranks and rounds. Mapped files count in it, as the kernel counts them; in the last round they are told apart.
+ranks and rounds. Mapped files count in it, as the kernel counts them.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ import torch
 from safetensors.torch import load_file
 
 from bench import report, resident_memory
-from bench.checkpoint.report import OPERATIONS, Operation, Way, panels, paragraphs, summarize
+from bench.checkpoint.report import OPERATIONS, Operation, paragraphs, summarize
 from bench.checkpoint.systems import FILE, KEEPERS, digest, write_weights
-from bench.checkpoint.worker import TRAINED, Answer, Request
+from bench.checkpoint.worker import TRAINED, Answer
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
 from bench.contestants import CONTESTANTS
 from bench.models import GPT, GPTShape
-from bench.statistics import turn_order
 from bench.teams import Launch, Teams
 from bench.training.contest import LOSS_TOLERANCE
+from bench.turns import turn_order
 
 TOKENS = 64
 TEMPORARY = Path(tempfile.gettempdir())
@@ -66,95 +66,77 @@ class Options(SharedOptions):
 
 
 class Contest:
-    """The teams of all systems, and their common file.
-
-    Args:
-        options: Of the run.
-        folder: For their files.
-        teams: Alive as long as the contest.
-    """
-
-    losses: dict[str, float]
-    teams: Teams
-    _options: Options
-    _folder: Path
+    """The teams of all systems, and a file that everybody imports, in a folder for all files."""
 
     def __init__(self, options: Options, folder: Path, teams: Teams) -> None:
-        self.losses, self.teams = {}, teams
-        self._options, self._folder = options, folder
+        self.losses: dict[str, float] = {}
+        self.teams, self._options, self._folder, self.file = teams, options, folder, folder / "file"
         self.file.mkdir()
         torch.manual_seed(0)
         write_weights(GPT(options.shape), self.file / FILE)
         (self.file / FILE).read_bytes()  # into the page cache, if it is not there
 
-    @property
-    def file(self) -> Path:
-        """The folder of the file that everybody imports."""
-        return self._folder / "file"
-
     def start(self, system: str) -> None:
-        """Start a system's ranks."""
-        told = {name: getattr(self._options, name) for name in ("ranks", "threads", "width", "blocks")}
-        worker = "bench.checkpoint.worker"
-        self.teams.start(Launch.of(CONTESTANTS[system], worker, self._folder, system=system, tokens=TOKENS, **told))
-        losses: Any = self.teams.ask(system, "loss")
+        told: dict[str, Any] = {name: getattr(self._options, name) for name in ("ranks", "threads", "width", "blocks")}
+        told |= {"system": system, "tokens": TOKENS}
+        self.teams.start(Launch.of(CONTESTANTS[system], "bench.checkpoint.worker", self.teams.folder, **told))
+        losses = self.teams.ask(system, "loss")
         if losses is not None:
             self.losses[system] = sum(losses) / len(losses)
 
-    def call(self, system: str, request: Request) -> list[Answer] | None:
+    def call(self, system: str, **request: Any) -> list[Answer] | None:
         """Every rank's answer; None if the system cannot do it, or could not do something earlier."""
-        answers = self.teams.ask(system, "perform", **asdict(request))
+        answers = self.teams.ask(system, "perform", **request)
         return None if answers is None else [Answer(**answer) for answer in answers]
 
-    def compete(self, operation: Operation, ways: Sequence[Way]) -> dict[str, list[list[Answer]]]:
-        """All rounds of one operation: by way and round, what the ranks answered. Those that failed are left out."""
+    def compete(self, operation: Operation, ways: Mapping[str, tuple[str, str]]) -> dict[str, list[list[Answer]]]:
+        """All rounds of one operation: by contestant and round, what the ranks answered. Those that failed are left
+        out."""
         place = self._folder / operation.name
-        found: dict[str, list[list[Answer]]] = {way.name: [] for way in ways}
-        by_name = {way.name: way for way in ways}
-        for way in ways:
-            if operation.made_by is not None:
-                self.call(way.system, Request(operation.made_by, str(_made(place / way.name))))
-        last = self._options.rounds + 1
-        for index in range(last + 1):  # the first is to warm up, the last for memory
-            for name in turn_order(list(by_name), index):
-                way = by_name[name]
+        found: dict[str, list[list[Answer]]] = {name: [] for name in ways}
+        if operation.made_by is not None:
+            for name, (system, _) in ways.items():
+                self.call(system, method=operation.made_by, path=str(_made(place / name)))
+        for index in range(self._options.rounds + 1):  # the first is to warm up
+            for name in turn_order(list(ways), index):
+                system, method = ways[name]
                 path = place / name if operation.writes or operation.made_by else self.file
-                request = Request(way.method, str(path), operation.expect, operation.optimizer, sample=index == last)
                 if operation.writes:
                     _made(path)
-                answers = self.call(way.system, request)
+                request = {"expect": operation.expect, "optimizer": operation.optimizer}
+                answers = self.call(system, method=method, path=str(path), **request)
                 if answers is not None:
                     found[name].append(answers)
-                if operation.writes and not (operation.kept and index == last):
+                if operation.writes and not (operation.kept and index == self._options.rounds):
                     shutil.rmtree(path, ignore_errors=True)
-        return {name: rounds for name, rounds in found.items() if len(rounds) == last + 1}
+        return {name: rounds for name, rounds in found.items() if len(rounds) == self._options.rounds + 1}
 
-    def summary_of(self, operation: Operation, ways: Sequence[Way]) -> dict[str, Any]:
+    def summary_of(self, operation: Operation, ways: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
         """Do an operation, and say how it went; its files are gone afterwards."""
-        started = time.monotonic()
         found = self.compete(operation, ways)
         summary = summarize(operation, found)
         if operation.kept:
-            summary["wrong"] += self.check_exports(operation, [way for way in ways if way.name in found])
-        summary["not_run"] = {way.name: self.teams.failures[way.system] for way in ways if way.name not in found}
+            summary["wrong"] += self.check_exports(operation, {name: ways[name] for name in found})
+        summary["not_run"] = {name: self.teams.failures[way[0]] for name, way in ways.items() if name not in found}
         shutil.rmtree(self._folder / operation.name, ignore_errors=True)
-        print(f"  {operation.name}: {time.monotonic() - started:.0f} s", flush=True)
+        print(f"  {operation.name}", flush=True)
         return summary
 
-    def check_exports(self, operation: Operation, ways: Sequence[Way]) -> list[str]:
-        """Ways whose exported file has other names or bits than the first one's, or is read back as something else."""
+    def check_exports(self, operation: Operation, ways: Mapping[str, tuple[str, str]]) -> list[str]:
+        """Contestants whose exported file has other names or bits than the first one's, or is read back as something
+        else."""
         wrong, first = [], None
-        for way in ways:
-            path = self._folder / operation.name / way.name
-            if way.system not in self.teams.alive:
+        for name, (system, _) in ways.items():
+            path = self._folder / operation.name / name
+            if system not in self.teams.alive:
                 continue
             found = digest_of_file(path)
             first = first or found
             right = found == first
             if (path / FILE).exists():
-                answers = self.call(way.system, Request("import", str(path), TRAINED))
+                answers = self.call(system, method="import", path=str(path), expect=TRAINED)
                 right &= answers is not None and all(answer.right for answer in answers)
-            wrong += [] if right else [way.name]
+            wrong += [] if right else [name]
         return wrong
 
 
@@ -186,36 +168,22 @@ def refuse_what_does_not_fit(options: Options, systems: int) -> None:
         raise UsageError(f"the files need about {files / 2**30:.1f} GiB; choose another --folder")
 
 
-def kind_of_file_system(folder: Path) -> str:
-    """Such as ext4; "unknown" where the kernel does not say."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    mounts = {fields[1]: fields[2] for fields in map(str.split, lines)}
-    places = (folder.resolve(), *folder.resolve().parents)
-    return next((mounts[str(place)] for place in places if str(place) in mounts), "unknown")
-
-
 def measured(options: Options, operations: Sequence[Operation], systems: Sequence[str]) -> dict[str, Any]:
     """Start everyone, do all operations, and say how it went, JSON-ready."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as place, Teams(Path(place)) as teams:
+    with tempfile.TemporaryDirectory(dir=options.folder) as place, Teams() as teams:
         contest = Contest(options, Path(place), teams)
         for system in systems:
             contest.start(system)
         summaries = {}
         for operation in operations:
-            ways = [way for way in operation.ways if way.system in systems]
+            ways = {name: way for name, way in operation.ways.items() if way[0] in systems}
             if ways:
                 summaries[operation.name] = contest.summary_of(operation, ways)
-    names = ("width", "blocks", "rounds", "threads", "ranks")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: getattr(options, name) for name in ("width", "blocks", "rounds", "threads", "ranks")}
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(options.folder)], capture_output=True, text=True, check=False)
+    settings |= {"parameters": options.shape.parameters, "files_on": kind.stdout.strip() or "an unknown file system"}
     return {
-        "settings": {
-            **settings,
-            "parameters": options.shape.parameters,
-            "files_on": kind_of_file_system(options.folder),
-        },
+        "settings": settings,
         "losses": contest.losses,
         "operations": summaries,
         "wrong": wrong_values(contest.losses, summaries),
@@ -239,15 +207,8 @@ def run(options: Options) -> bool:
     result = measured(options, chosen, systems)
     right = bool(result["operations"]) and not result["wrong"]
     told = paragraphs(result) if right else [f"No times are reported: {'; '.join(result['wrong']) or 'nothing ran'}."]
-    report.publish(
-        options if right else replace(options, write_document=False),
-        "checkpoint",
-        result,
-        told,
-        title=f"Checkpoints at width {options.width}",
-        panels=panels(result) if right else (),
-        # What only some took part in does not replace the results of all.
-        parts=(options.width, *(["part"] if options.what or options.only else [])),
-        marker=f"checkpoint:{options.width}",
-    )
+    options = options if right else replace(options, write_document=False)
+    # What only some took part in does not replace the results of all.
+    parts = (options.width, *(["part"] if options.what or options.only else []))
+    report.publish(options, "checkpoint", result, told, parts=parts, marker=f"checkpoint:{options.width}")
     return right

@@ -1,10 +1,10 @@
-"""What is measured of checkpoints, and what is concluded from the answers: ratios, tables, verdicts, a plot."""
+"""What is measured of checkpoints, and what is concluded from the answers: ratios and the table."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench import report
@@ -14,50 +14,28 @@ from bench.report import column, mebibytes
 from bench.statistics import Spread, paired_ratios
 
 RETURNED, DONE = "returned", "done"
-BUDGET_BYTES = 1 << 30  # of extra memory per rank
 PICKLE, BROADCAST = f"{FSDP1}+torch.save", f"{FSDP1}+broadcast"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One contestant of an operation: the processes of a system, and the method that they are asked for."""
-
-    name: str
-    system: str
-    method: str
-
-
-@dataclass(frozen=True)
 class Operation:
-    """Something that everybody does in turns.
+    """Something that everybody does in turns."""
 
-    Attributes:
-        name: As in the table, and of the method of all ways that have no other.
-        systems: Who does it.
-        peers: The way among these that is fastest is what all are measured by.
-        target: What fullshard may take of the peer's time. None: any.
-        clock: Which time the target is about.
-        expect: What must be there afterwards, if it reads: TRAINED or INITIAL.
-        optimizer: Whether it reads the optimizer's state.
-        made_by: The method that writes what it reads, once. None: it writes, or reads the common file.
-        others: Further ways.
-        kept: Whether what the last round wrote is looked at.
-    """
-
-    name: str
-    systems: tuple[str, ...]
-    peers: tuple[str, ...] = (FSDP2,)
-    target: float | None = 1.0
-    clock: str = RETURNED
-    expect: str | None = None
-    optimizer: bool = False
-    made_by: str | None = None
-    others: tuple[Way, ...] = ()
-    kept: bool = False
+    name: str  # as in the table, and of the method of all contestants that have no other
+    systems: tuple[str, ...]  # who does it
+    peers: tuple[str, ...] = (FSDP2,)  # the fastest of them is what all are measured by
+    clock: str = RETURNED  # which time the fastest is chosen by
+    expect: str | None = None  # what must be there afterwards, if it reads: TRAINED or INITIAL
+    optimizer: bool = False  # whether it reads the optimizer's state
+    made_by: str | None = None  # the method that writes what it reads, once; None: it writes, or reads the common file
+    others: Mapping[str, str] = field(default_factory=dict)  # further contestants: FSDP1 with another method
+    kept: bool = False  # whether what the last round wrote is looked at
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        return (*(Way(system, system, self.name) for system in self.systems), *self.others)
+    def ways(self) -> dict[str, tuple[str, str]]:
+        """By contestant: the system whose processes are asked, and the method that they are asked for."""
+        own = {system: (system, self.name) for system in self.systems}
+        return {**own, **{name: (FSDP1, method) for name, method in self.others.items()}}
 
     @property
     def writes(self) -> bool:
@@ -68,38 +46,20 @@ OPERATIONS = (
     Operation("save_weights", (*OURS, FSDP2, FSDP1), clock=DONE),
     Operation("save", (*OURS, FSDP2, FSDP1), clock=DONE),
     # FSDP1's sharded tensors cannot be staged: "torch function 'data_ptr' ... not supported for ShardedTensor".
-    Operation("async_save", (FULLSHARD, WRAPPER_FLAT, FSDP2), target=None, clock=DONE),
-    Operation("async_save_kept", (FULLSHARD, FSDP2), target=None, clock=DONE),
+    Operation("async_save", (FULLSHARD, WRAPPER_FLAT, FSDP2), clock=DONE),
+    Operation("async_save_kept", (FULLSHARD, FSDP2), clock=DONE),
     Operation("load_weights", (*OURS, FSDP2), expect=TRAINED, made_by="save_weights"),
     Operation("load", (*OURS, FSDP2), expect=TRAINED, optimizer=True, made_by="save"),
-    # Neither side waits for the disk by itself, so the target is about the time until the call returns.
-    Operation(
-        "export",
-        (*OURS, FSDP1, FSDP2),
-        peers=(FSDP2, FSDP1),
-        target=0.8,
-        others=(Way(PICKLE, FSDP1, "export_pickle"),),
-        kept=True,
-    ),
+    # Neither side waits for the disk by itself, so this is about the time until the call returns.
+    Operation("export", (*OURS, FSDP1, FSDP2), peers=(FSDP2, FSDP1), others={PICKLE: "export_pickle"}, kept=True),
     Operation(
         "import",
         (*OURS, FSDP1, FSDP2),
         peers=(FSDP2, FSDP1, BROADCAST),
-        target=0.8,
         expect=INITIAL,
-        others=(Way(BROADCAST, FSDP1, "import_broadcast"),),
+        others={BROADCAST: "import_broadcast"},
     ),
 )
-BY_NAME = {operation.name: operation for operation in OPERATIONS}
-
-
-def slowest(rounds: Sequence[Sequence[Answer]], clock: str) -> list[float]:
-    """Per round that counts, the time of the slowest rank: without the first round and the last."""
-    return [max(getattr(answer, clock) for answer in ranks) for ranks in rounds[1:-1]]
-
-
-def _largest(values: Sequence[int | None]) -> int | None:
-    return None if not values or None in values else max(value for value in values if value is not None)
 
 
 def ratio_of(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
@@ -109,70 +69,42 @@ def ratio_of(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 def summarize(operation: Operation, found: Mapping[str, Sequence[Sequence[Answer]]]) -> dict[str, Any]:
-    """Times, ratios and memory of every way, JSON-ready; no ratio to a peer that did not run."""
-    times = {name: {clock: slowest(rounds, clock) for clock in (RETURNED, DONE)} for name, rounds in found.items()}
+    """Times of the slowest rank in all rounds but the first, ratios and memory of every contestant, JSON-ready; no
+    ratio to a peer that did not run."""
+    times = {
+        name: {clock: [max(getattr(a, clock) for a in ranks) for ranks in rounds[1:]] for clock in (RETURNED, DONE)}
+        for name, rounds in found.items()
+    }
     present = [name for name in operation.peers if name in times]
     peer = min(present, key=lambda name: statistics.median(times[name][operation.clock]), default=None)
-    ways = {}
+    ways, wrong = {}, []
     for name, rounds in found.items():
-        entry: dict[str, Any] = {
-            "seconds": times[name],
-            "extra_bytes": _largest([answer.extra for ranks in rounds[1:] for answer in ranks]),
-            "own_bytes": _largest([answer.own for answer in rounds[-1]]),
-        }
+        extra = [answer.extra for ranks in rounds[1:] for answer in ranks]
+        entry: dict[str, Any] = {"seconds": times[name]}
+        entry["extra_bytes"] = None if None in extra else max(extra)  # type: ignore[type-var]
         for clock in (RETURNED, DONE) if operation.writes else (RETURNED,):
-            mine = times[name][clock]
-            entry[f"median_{clock}_seconds"] = statistics.median(mine)
+            entry[f"median_{clock}_seconds"] = statistics.median(times[name][clock])
             if peer is not None:
-                theirs = times[peer][clock]
-                entry[f"{clock}_ratio"] = ratio_of(mine, theirs).as_json()
+                entry[f"{clock}_ratio"] = ratio_of(times[name][clock], times[peer][clock]).as_json()
         ways[name] = entry
-    wrong = [name for name, rounds in found.items() if any(a.right is False for ranks in rounds for a in ranks)]
+        wrong += [name] if any(answer.right is False for ranks in rounds for answer in ranks) else []
     return {"ways": ways, "peer": peer, "wrong": wrong}
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The markdown table, one row per operation and way."""
+def paragraphs(result: Mapping[str, Any]) -> list[str]:
+    """What stands between the markers of one width: one row per operation and contestant."""
     columns = (
         column("call returns, s", "median_returned_seconds"),
         column("/ peer", "returned_ratio"),
         column("on disk, s", "median_done_seconds"),
         column("/ peer", "done_ratio"),
         mebibytes("extra memory, MiB", "extra_bytes"),
-        mebibytes("without mapped files, MiB", "own_bytes"),
     )
     rows, failures = {}, []
     for name, summary in result["operations"].items():
         for way, entry in summary["ways"].items():
             rows[f"{name}, {way}{' (peer)' if way == summary['peer'] else ''}"] = entry
         failures += [f"{name}, {way}" for way in summary["not_run"]]
-    return report.table("what, contestant", rows, columns, failures)
-
-
-def verdicts(result: Mapping[str, Any]) -> Iterator[str]:
-    """Per operation with a target: fullshard's ratios to the peer, and whether they meet it; then memory."""
-    memory: dict[str, int] = {}
-    for name, summary in result["operations"].items():
-        operation, ways = BY_NAME[name], {way: summary["ways"][way] for way in OURS if way in summary["ways"]}
-        # An asynchronous save copies on purpose.
-        if not name.startswith("async_save"):
-            memory |= {f"{name}, {way}": entry["extra_bytes"] or 0 for way, entry in ways.items()}
-        key = f"{operation.clock}_ratio"
-        ratios = {way: entry[key]["median"] for way, entry in ways.items() if key in entry}
-        if operation.target is None or not ratios:
-            continue
-        missed = "" if max(ratios.values()) <= operation.target else " (missed)"
-        listed = ", ".join(f"{way} {value:.2f}" for way, value in ratios.items())
-        yield f"{name}: {listed}, of at most {operation.target:.2f} of {summary['peer']}'s time{missed}"
-    if memory:
-        most = max(memory, key=lambda label: memory[label])
-        missed = "" if memory[most] <= BUDGET_BYTES else " (missed)"
-        text = f"{memory[most] / 2**20:.0f} MiB of at most {BUDGET_BYTES / 2**20:.0f}"
-        yield f"extra memory per rank: {text}, in {most}{missed}"
-
-
-def paragraphs(result: Mapping[str, Any]) -> list[str]:
-    """What stands between the markers of one width."""
     settings = result["settings"]
     megabytes = 4 * settings["parameters"] / 1e6
     return [
@@ -181,17 +113,6 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
         f"{settings['threads']}; {settings['rounds']} rounds of turns, after one to warm up. Files on "
         f"{settings['files_on']}, in the page cache when they are read. A ratio is that of the medians; in brackets "
         "are the smallest and the largest of the rounds. Values were bitwise those saved, every time.",
-        table(result),
-        *report.against_targets(verdicts(result)),
+        report.table("what, contestant", rows, columns, failures),
         *report.could_not_run(result["not_run"]),
     ]
-
-
-def panels(result: Mapping[str, Any]) -> list[report.Dots]:
-    """A row per operation: fullshard's time over the peer's."""
-    times: dict[str, dict[str, float]] = {}
-    for name, summary in result["operations"].items():
-        found = report.value_under(summary["ways"], (FULLSHARD, f"{BY_NAME[name].clock}_ratio"))
-        if found is not None:
-            times[name.replace("_", " ")] = {FULLSHARD: found["median"]}
-    return [report.Dots("time / peer", times, {1.0: "the fastest peer"}, logarithmic=True)]

@@ -50,15 +50,7 @@ Wait = Callable[[], None]
 
 
 class Keeper:
-    """A rank's sharded model and optimizer, and how its system keeps them in files.
-
-    Args:
-        model: Sharded already.
-        optimizer: On its parameters.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    """A rank's sharded model and optimizer, and how its system keeps them in files."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -69,11 +61,9 @@ class Keeper:
         return action(path)
 
     def weights(self) -> Iterator[Tensor]:
-        """This rank's own memory of the parameters."""
         yield from (_local(parameter.detach()) for parameter in self.model.parameters())
 
     def state(self) -> Iterator[Tensor]:
-        """This rank's own memory of the optimizer's state."""
         for parameter in self.model.parameters():
             values = self.optimizer.state.get(parameter, {})
             yield from (_local(values[name]) for name in sorted(values))
@@ -82,43 +72,33 @@ class Keeper:
 class FullshardKeeper(Keeper):
     """``fully_shard`` and both forms of the wrapper: the same five functions."""
 
-    def do_save(self, path: Path) -> None:
-        import fullshard
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.library: Any = importlib.import_module("fullshard")  # not in the processes of peers
 
-        fullshard.save(path, self.model, self.optimizer)
+    def do_save(self, path: Path) -> None:
+        self.library.save(path, self.model, self.optimizer)
 
     def do_save_weights(self, path: Path) -> None:
-        import fullshard
-
-        fullshard.save(path, self.model)
+        self.library.save(path, self.model)
 
     def do_async_save(self, path: Path) -> Wait:
-        import fullshard
+        wait: Wait = self.library.async_save(path, self.model, self.optimizer).result
+        return wait
 
-        return fullshard.async_save(path, self.model, self.optimizer).result
-
-    def do_async_save_kept(self, path: Path) -> Wait:
-        return self.do_async_save(path)  # it keeps the memory unless told otherwise
+    do_async_save_kept = do_async_save  # it keeps the memory unless told otherwise
 
     def do_load(self, path: Path) -> None:
-        import fullshard
-
-        fullshard.load(path, self.model, self.optimizer)
+        self.library.load(path, self.model, self.optimizer)
 
     def do_load_weights(self, path: Path) -> None:
-        import fullshard
-
-        fullshard.load(path, self.model)
+        self.library.load(path, self.model)
 
     def do_export(self, path: Path) -> None:
-        from fullshard import export_safetensors
-
-        export_safetensors(self.model, path)
+        self.library.export_safetensors(self.model, path)
 
     def do_import(self, path: Path) -> None:
-        from fullshard import load_safetensors
-
-        load_safetensors(self.model, path)
+        self.library.load_safetensors(self.model, path)
 
 
 class TorchKeeper(Keeper):
@@ -180,8 +160,6 @@ class TorchKeeper(Keeper):
 
 
 class WrappedTorchKeeper(TorchKeeper):
-    """torch's FSDP1."""
-
     def do_import(self, path: Path) -> None:
         with self._full_state_dicts():
             self.model.load_state_dict(_read_file(path))
@@ -232,7 +210,6 @@ def load_code(system: str) -> None:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """The file that everybody imports."""
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
 
 

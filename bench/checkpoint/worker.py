@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +12,26 @@ import torch
 import torch.distributed as dist
 
 from bench import resident_memory
-from bench.checkpoint.systems import KEEPERS, Keeper, digest, load_code, spoil
+from bench.checkpoint.systems import KEEPERS, digest, load_code, spoil
 from bench.contestants import distribute, prepare
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.worker import join_group, load_training_code
 
 TRAINED, INITIAL = "trained", "initial"
-SAMPLE_S = 0.001
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of one method. All ranks get the same.
-
-    Attributes:
-        method: Of :meth:`Keeper.perform`.
-        path: The folder that it writes to, and that exists; or that it reads.
-        expect: After reading: which values must be there, TRAINED or INITIAL. None: it writes.
-        optimizer: Whether the optimizer's state is read as well.
-        sample: Whether memory is sampled meanwhile, which takes time of its own.
-    """
-
-    method: str
-    path: str
-    expect: str | None = None
-    optimizer: bool = False
-    sample: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call went on one rank.
+    """How a call went on one rank."""
 
-    Attributes:
-        returned: Seconds until the call returned.
-        done: Seconds until what it wrote had reached the disk, or, if it reads, as ``returned``.
-        extra: Bytes of resident memory at its peak beyond those before; None where the kernel does not say.
-        own: The same without pages of files, which are the kernel's cache; None unless sampled.
-        right: Whether every bit that was read is right; None if it writes.
-    """
-
-    returned: float
-    done: float
-    extra: int | None
-    own: int | None
-    right: bool | None
-
-
-class OwnMemory(threading.Thread):
-    """Samples this process's resident memory without pages of files, until it is stopped. None where there is no
-    such count (Linux has it)."""
-
-    highest: int | None
-    _over: threading.Event
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.highest, self._over = resident_memory.own(), threading.Event()
-
-    def run(self) -> None:
-        while self.highest is not None and not self._over.wait(SAMPLE_S):
-            self.highest = max(self.highest, resident_memory.own() or 0)
-
-    def stop(self) -> int | None:
-        """The highest value seen."""
-        self._over.set()
-        self.join()
-        return self.highest
+    returned: float  # seconds until the call returned
+    done: float  # seconds until what it wrote had reached the disk, or, if it reads, as ``returned``
+    extra: int | None  # bytes of resident memory at its peak beyond those before; None where the kernel does not say
+    right: bool | None  # whether every bit that was read is right; None if it writes
 
 
 class Holder:
     """The model of one rank, its optimizer with state, and what their bits are."""
-
-    rank: int
-    keeper: Keeper
-    expected: dict[str, str]
-    _loss: float
 
     def __init__(self, system: str, shape: GPTShape, rank: int) -> None:
         self.rank = rank
@@ -111,53 +54,42 @@ class Holder:
         """That of the only step."""
         return self._loss
 
-    def perform(self, **request: Any) -> dict[str, Any]:
-        """Do one call; as JSON."""
-        return asdict(self.performed(Request(**request)))
+    def perform(self, method: str, path: str, expect: str | None = None, optimizer: bool = False) -> dict[str, Any]:
+        """One call, as an :class:`Answer`. The file system is at rest when it begins.
 
-    def performed(self, request: Request) -> Answer:
-        """One call, and whether what it read is right. The file system is at rest when it begins."""
-        keeper, path = self.keeper, Path(request.path)
-        if request.expect is not None:
+        Args:
+            method: Of :meth:`Keeper.perform`.
+            path: The folder that it writes to, and that exists; or that it reads.
+            expect: After reading: which values must be there, TRAINED or INITIAL. None: it writes.
+            optimizer: Whether the optimizer's state is read as well.
+        """
+        keeper, folder, writes = self.keeper, Path(path), expect is None
+        if not writes:
             spoil(keeper.weights())
-            if request.optimizer:
-                spoil(keeper.state())
+        if optimizer:
+            spoil(keeper.state())
         resident_memory.forget_freed()
-        if request.expect is None and self.rank == 0:
+        if writes and self.rank == 0:
             os.sync()
-        before, own_before = resident_memory.now(), resident_memory.own()
-        sampler = OwnMemory() if request.sample else None
-        if sampler is not None:
-            sampler.start()
+        before = resident_memory.now()
         dist.barrier()
         start = time.perf_counter()
-        wait = keeper.perform(request.method, path)
+        wait = keeper.perform(method, folder)
         returned = time.perf_counter() - start
         if wait is not None:
             wait()
-        if request.expect is None and self.rank == 0:
-            flush(path)
-        done = time.perf_counter() - start if request.expect is None else returned
-        own, peak = None if sampler is None else sampler.stop(), resident_memory.peak()
-        return Answer(
-            returned=returned,
-            done=done,
-            extra=None if peak is None or before is None else peak - before,
-            own=None if own is None or own_before is None else own - own_before,
-            right=self._right(request),
-        )
-
-    def _right(self, request: Request) -> bool | None:
-        if request.expect is None:
-            return None
-        right = digest(self.keeper.weights()) == self.expected[request.expect]
-        if request.optimizer:
-            right &= digest(self.keeper.state()) == self.expected["state"]
-        return right
+        if writes and self.rank == 0:
+            flush(folder)
+        done = time.perf_counter() - start if writes else returned
+        peak = resident_memory.peak()
+        extra = None if peak is None or before is None else peak - before
+        right = None if expect is None else digest(keeper.weights()) == self.expected[expect]
+        if optimizer:
+            right = bool(right) and digest(keeper.state()) == self.expected["state"]
+        return {"returned": returned, "done": done, "extra": extra, "right": right}
 
 
 def flush(folder: Path) -> None:
-    """Wait until all files in it are on the disk."""
     for path in [*(path for path in folder.rglob("*") if path.is_file()), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

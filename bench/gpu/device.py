@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +15,9 @@ import torch.distributed as dist
 from bench.environment import REPOSITORY
 
 CUDA, EMULATED = "cuda", "emulated"
-CYCLES_PER_SECOND = 1.5e9  # about: clocks of current GPUs are 1 to 2 GHz
 
 
 def use(device_type: str) -> torch.device:
-    """The first device of a type, made the current one."""
     if device_type == EMULATED:
         sys.path.insert(0, str(REPOSITORY / "tests"))
         import accelerator
@@ -49,24 +46,6 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def ranks_alike(ranks: int, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Be rank 0 of ``ranks`` that all hold what this one holds: a modelled network whose messages take no time.
-
-    Collectives run on a stream of their own, and write all that a real network would.
-    """
-    from bench.simulators.spinning import StreamDevice
-    from fullshard.planning.simulation.network import Network
-    from fullshard.planning.simulation.ranks import modelled_ranks
-
-    return modelled_ranks(ranks, Network(bandwidth=math.inf), device=StreamDevice(device))
-
-
-def hold_up(device: torch.device, seconds: float) -> None:
-    """Have the current stream do nothing for about so long; where there is no such kernel, nothing."""
-    if device.type == CUDA:
-        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
-
-
 def memory_of(device: torch.device) -> Any:
     """The module with the statistics of the caching allocator."""
     return torch.get_device_module(device)
@@ -87,5 +66,4 @@ def nccl_version() -> str:
 
 
 def name_of(device_type: str) -> str:
-    """Of the hardware."""
     return torch.cuda.get_device_name(0) if device_type == CUDA else device_type

@@ -1,4 +1,4 @@
-"""Run all that a real GPU can show, each part in a process of its own under a time limit.
+"""Measure what one real GPU can show, each part in a process of its own under a time limit.
 
 On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A rehearsal without a GPU:
 ``python -m bench gpu --device emulated --small --results FOLDER``.
@@ -6,9 +6,9 @@ On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A re
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass, replace
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ import torch
 from bench import report
 from bench.command_line import RESULTS, UsageError, option
 from bench.command_line import Options as SharedOptions
-from bench.environment import current_environment, slug
+from bench.environment import REPOSITORY, Environment, current_environment
 from bench.gpu.device import CUDA, EMULATED, name_of, nccl_version
-from bench.gpu.page import PAGE, render
 from bench.gpu.parts import PARTS, Settings, measured_part
+from bench.results import write_json
 
-LEAST = 15.0  # seconds with which a part is still begun
+PAGE = REPOSITORY / "docs" / "performance" / "gpu.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,6 @@ class Options(SharedOptions):
     device: str = option(CUDA, "A real device, or a rehearsal.", choices=(CUDA, EMULATED))
     only: tuple[str, ...] = option((), choices=tuple(part.name for part in PARTS))
     small: bool = option(False, "Tiny models and few steps.")
-    minutes: float = option(9.5, "For all parts together.", least=0.1)
     commit: str | None = option(None, "Of the source, for copies without a history; else git says it.")
 
 
@@ -46,31 +45,41 @@ def run(options: Options) -> bool:
     page = PAGE if folder == RESULTS else folder / "gpu.md"
     environment = current_environment(name_of(device))
     environment = replace(environment, commit=options.commit or environment.commit)
-    end = time.monotonic() + 60 * options.minutes
-    outcome: dict[str, Any] = {
+    parts: dict[str, Any] = {}
+    outcome = {
         "benchmark": "gpu",
         "device": device,
         "small": small,
-        "environment": environment.as_json(),
+        "environment": asdict(environment),
         "cuda": torch.version.cuda,
         "nccl": nccl_version() if device == CUDA else None,
-        "parts": {},
+        "parts": parts,
     }
     for part in (part for part in PARTS if not options.only or part.name in options.only):
-        # A rehearsal may share a slow machine, and compile the emulated device first.
-        limit = math.inf if part is PARTS[-1] else part.seconds * (4 if small else 1)
-        seconds = min(limit, end - time.monotonic())
-        if seconds < LEAST:
-            print(f"{part.name}: no time left")
-            continue
+        seconds = part.seconds * (4 if small else 1)  # a rehearsal may share a slow machine
         print(f"{part.name} (at most {seconds:.0f} s) ...")
-        measured = measured_part(part, Settings(device, small, seconds))
+        parts[part.name] = measured = measured_part(part, Settings(device, small, seconds))
         print(f"  {measured.get('failed', 'done')} after {measured['seconds']} s", flush=True)
-        outcome["parts"][part.name] = measured
         # After every part: what is known is kept whatever becomes of the rest.
-        report.write_json(folder / f"gpu_{slug(environment.device or device)}.json", outcome)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(render(outcome), encoding="utf-8")
-    failed = [name for name, measured in outcome["parts"].items() if "failed" in measured]
-    print(f"wrote {page.name}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+        write_json(folder / f"gpu_{environment.name}.json", outcome)
+        for marker, text in blocks(outcome):
+            report.put(page, marker, text)
+    failed = [name for name, measured in parts.items() if "failed" in measured]
+    print(f"failed: {', '.join(failed)}" if failed else "all ran")
     return not failed
+
+
+def blocks(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    lines = [report.provenance(Environment(**result["environment"]))]
+    lines.append(f"CUDA {result['cuda']}, NCCL {result['nccl']}.")
+    rehearsal = result["device"] != CUDA or result["small"]
+    yield "gpu", "\n".join([*lines, *["", "**A rehearsal: nothing here is a measurement.**"] * rehearsal])
+    for part in PARTS:
+        measured = result["parts"].get(part.name)
+        if measured is None:
+            text = "Not run."
+        elif "failed" in measured:
+            text = f"Failed after {measured['seconds']:.0f} s: {measured['failed']}"
+        else:
+            text = importlib.import_module(f"bench.gpu.{part.module}").table(measured)
+        yield f"gpu:{part.name}", text

@@ -28,5 +28,4 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown of what ``measure`` returned."""
     return f"{result['units']} units.\n\n{host_cost.table(result['contestants'], result['not_run'])}"

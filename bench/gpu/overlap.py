@@ -64,7 +64,6 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _step_seconds(trainer: Trainer) -> float:
-    """Median of the times between synchronizations."""
     trainer.steps(3)
     seconds = []
     for _ in range(STEPS):
@@ -77,7 +76,6 @@ def _step_seconds(trainer: Trainer) -> float:
 
 
 def _traced(trainer: Trainer) -> list[dict[str, Any]]:
-    """The events of one step."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         trainer.step()
         torch.accelerator.synchronize()
@@ -98,45 +96,36 @@ def hidden(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     messages: list[Interval] = []
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event.get("ph") == "X":
-            begin = float(event["ts"])
-            span = (begin, begin + float(event["dur"]))
+            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
             (messages if MESSAGE in event["name"] else streams[event["args"]["stream"]]).append(span)
-    computation = union(max(streams.values(), key=lambda spans: sum(end - begin for begin, end in spans), default=[]))
-    messages = union(messages)
-    total = sum(end - begin for begin, end in messages)
-    covered = overlap(messages, computation)
+    computation = max(streams.values(), key=lambda spans: sum(end - begin for begin, end in spans), default=[])
+    sent, computed, both = durations(messages, computation)
     return {
-        "message_seconds": total / 1e6,
-        "computation_seconds": sum(end - begin for begin, end in computation) / 1e6,
-        "hidden_share": covered / total if total else 0.0,
+        "message_seconds": sent / 1e6,
+        "computation_seconds": computed / 1e6,
+        "hidden_share": both / sent if sent else 0.0,
     }
 
 
-def union(spans: Sequence[Interval]) -> list[Interval]:
-    """The same time as intervals in order that do not meet."""
-    merged: list[Interval] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """How long both last; each in order and without overlaps of its own."""
-    total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
+def durations(first: Sequence[Interval], second: Sequence[Interval]) -> tuple[float, float, float]:
+    """How long something of the first lasts, something of the second, and both at a time."""
+    changes = sorted(
+        (moment, which, change)
+        for which, spans in enumerate((first, second))
+        for span in spans
+        for moment, change in zip(span, (1, -1), strict=True)
+    )
+    open_spans, totals, before = [0, 0], [0.0, 0.0, 0.0], 0.0
+    for moment, which, change in changes:
+        running = [count > 0 for count in open_spans]
+        for index, counts in enumerate((*running, all(running))):
+            totals[index] += counts * (moment - before)
+        open_spans[which] += change
+        before = moment
+    return totals[0], totals[1], totals[2]
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown of what ``measure`` returned."""
     plain = result["plain_seconds"]
     entries = {"plain, no network": {"step_seconds": plain}, **result["systems"]}
     columns = (

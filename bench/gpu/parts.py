@@ -14,13 +14,7 @@ from bench.teams import Launch, ask_alone
 
 @dataclass(frozen=True)
 class Settings:
-    """What all parts are told.
-
-    Attributes:
-        device: Type of accelerator.
-        small: Whether this is a rehearsal: tiny models, few steps.
-        seconds: Time limit of this part.
-    """
+    """What all parts are told: type of accelerator, whether this is a rehearsal, and their time limit."""
 
     device: str
     small: bool
@@ -29,40 +23,28 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
-
-    Attributes:
-        name: Key in the JSON.
-        module: Of this package; its ``measure(settings, **options)`` returns what goes into the JSON.
-        seconds: Its time limit.
-        options: For ``measure``.
-        environment: Variables of its process.
-    """
+    """One part: a module of this package whose ``measure(settings, **options)`` returns what goes into the JSON."""
 
     name: str
     module: str
-    seconds: float
+    seconds: float  # its time limit
     options: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-# What is worth most comes first. Together less than ten minutes; the last one also gets what the others leave.
+# What is worth most comes first.
 PARTS = (
-    Part("races", "races", 45, environment={"FULLSHARD_POISON": "1"}),
-    Part("graphs", "graphs", 30),
     Part("step, one rank, fp32", "step", 40, {"ranks": 1, "dtype": "fp32", "size": "small"}),
     Part("step, 1 of 8, fp32", "step", 60, {"ranks": 8, "dtype": "fp32", "size": "medium"}),
     Part("step, 1 of 8, bf16", "step", 50, {"ranks": 8, "dtype": "bf16", "size": "medium"}),
     Part("host", "host", 45),
     Part("overlap", "overlap", 40),
-    Part("tests", "suite", 275),
 )
 
 
 def measured_part(part: Part, settings: Settings) -> dict[str, Any]:
     """What the part measured, or ``{"failed": why}``; in both cases with its ``seconds``."""
     begun = time.monotonic()
-    contestant = Contestant(part.name, part.module, part.environment)
+    contestant = Contestant(part.name, part.module)
     launch = Launch.alone(contestant, __name__, module=part.module, settings=asdict(settings))
     outcome = ask_alone(launch, settings.seconds, "measure", **part.options)
     result = {"failed": outcome["failure"]} if "failure" in outcome else outcome["answers"][0]
@@ -70,8 +52,6 @@ def measured_part(part: Part, settings: Settings) -> dict[str, Any]:
 
 
 class Worker:
-    """Measures one part."""
-
     def __init__(self, module: str, settings: Settings) -> None:
         self._module, self._settings = importlib.import_module(f"bench.gpu.{module}"), settings
 

@@ -158,7 +158,6 @@ def add_ratios(measured: Mapping[str, dict[str, Any]]) -> None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown of what ``measure`` returned."""
     columns = [column("step, ms", "median_step_seconds", scale=1e3), column("/ FSDP2", "time_ratio_to_fsdp2")]
     for field, label in zip(MEMORY_FIELDS[1:], ("peak allocated, MiB", "peak reserved, MiB"), strict=True):
         columns += [mebibytes(label, "memory", field), column("/ FSDP2", "memory_ratio_to_fsdp2", field)]

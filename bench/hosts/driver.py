@@ -9,8 +9,10 @@ forward twice, and its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench import report
@@ -38,6 +40,7 @@ from bench.contestants import (
 from bench.hosts.network import INTERFACE, hosts_on_this_machine, why_not
 from bench.models import GPTShape
 from bench.report import column
+from bench.results import Results
 from bench.training.contest import Record, Settings, compete, disagreements, faster_of, summarize
 
 ALL_UNITS = 1000
@@ -67,6 +70,19 @@ NAMES = {
     BF16: (UNSHARDED, *PEERS, TWO_KEPT, FULLSHARD, WRAPPER),
     HSDP: (UNSHARDED, PEERS[1], TWO_KEPT, KEPT, FULLSHARD, RAGGED, OURS_KEPT, AHEAD),
     PREFETCH: (UNSHARDED, *PREFETCHING),
+}
+# In the first thing that is said about speed.
+SUMMARIZED = "hosts_2x1"
+SHOWN = {
+    UNSHARDED: "unsharded, no communication",
+    f"{DDP}{WITH_OURS}": "DDP",
+    f"{FSDP1}{WITH_OURS}": "FSDP1",
+    f"{FSDP2}{WITH_OURS}": "FSDP2",
+    TWO_KEPT: "FSDP2, last two units not resharded after forward",
+    KEPT: "FSDP2, `reshard_after_forward=False`",
+    FULLSHARD: "fullshard",
+    OURS_KEPT: "fullshard, `reshard_after_forward=False`",
+    INT8: "fullshard, int8",
 }
 LABELS = {
     KEPT: "fsdp2, reshard_after_forward=False",
@@ -124,7 +140,6 @@ def needed_bytes(options: Options, contestant: Contestant) -> float:
 
 
 def bound(options: Options, contestant: Contestant, megabits: int, computing: float) -> float:
-    """The lower bound of a step's seconds."""
     return max(computing, needed_bytes(options, contestant) / (1e6 * megabits / 8) if megabits else 0.0)
 
 
@@ -139,7 +154,6 @@ def references(contestant: Contestant, records: Mapping[str, Record]) -> dict[st
 
 
 def measure(options: Options, megabits: int) -> dict[str, Any]:
-    """One cell: all contestants at one rate."""
     able = CONTESTANTS | OWN | PREFETCHING
     contestants = [able[name] for name in NAMES[options.mode] if not options.only or name in options.only]
     settings = Settings(
@@ -158,7 +172,7 @@ def measure(options: Options, megabits: int) -> dict[str, Any]:
         network.set_rate(megabits or None)
         places = [network.inside(rank // options.per_host) for rank in range(settings.ranks)]
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
-        records, failures = compete(contestants, settings, "bench.training.trainer", places, environment)
+        records, failures = compete(contestants, settings, places, environment)
     exact = {name: record for name, record in records.items() if name not in QUANTIZED}
     entries = summarize(records, {each.name: references(each, records) for each in contestants})
     wrong = disagreements(exact)
@@ -190,7 +204,6 @@ def add_bounds(options: Options, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """A row per rate and contestant."""
     rows = {f"{rate(cell)}, {_label(name)}": entry for cell in cells for name, entry in cell["contestants"].items()}
     headers = {
         f"time_ratio{BY_PEER}": "/ better of FSDP1, FSDP2",
@@ -209,7 +222,6 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rate(cell: Mapping[str, Any]) -> str:
-    """The bandwidth of the links."""
     return f"{cell['megabits']} Mbit/s" if cell["megabits"] else "unlimited"
 
 
@@ -218,21 +230,64 @@ def _label(name: str) -> str:
     return LABELS.get(name) or report.label_of(name.replace(WITH_OURS, ""))
 
 
-def panels(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
-    """Step time over the rate of the link."""
+def plot(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Seconds of a step over the rate of the link, of those shown but for two; nothing of a single rate."""
     shaped = [cell for cell in cells if cell["megabits"] and FULLSHARD in cell["contestants"]]
-    shown = (UNSHARDED, f"{DDP}{WITH_OURS}", *PEERS, KEPT, FULLSHARD, INT8)
-    lines: dict[str, dict[float, float]] = {
-        _label(name): {
+    if len(shaped) < 2:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    for index, name in enumerate(name for name in SHOWN if name not in (TWO_KEPT, OURS_KEPT)):
+        points = {
             cell["megabits"]: cell["contestants"][name]["median_step_seconds"]
             for cell in shaped
             if name in cell["contestants"]
         }
-        for name in shown
-    }
-    lines["fullshard, lower bound"] = {cell["megabits"]: cell["contestants"][FULLSHARD]["bound"] for cell in shaped}
-    drawn = {name: line for name, line in lines.items() if line}
-    return [report.Curves("seconds of a step", drawn, "bandwidth of a host's link, Mbit/s")] if len(shaped) > 1 else []
+        ours = name in (FULLSHARD, INT8)
+        color = "#00796b" if ours else "#777777" if name == UNSHARDED else "#d1495b"
+        style = {"linestyle": ("-", "--", ":", "-.")[index % 4], "marker": "osv^"[index % 4], "markersize": 4}
+        axis.plot(list(points), list(points.values()), color=color, label=SHOWN[name].replace("`", ""), **style)
+    bounds = [cell["contestants"][FULLSHARD]["bound"] for cell in shaped]
+    rates = [cell["megabits"] for cell in shaped]
+    axis.plot(rates, bounds, color="#00796b", linewidth=0.8, label="fullshard, lower bound")
+    axis.set(xscale="log", xlabel="bandwidth of a host's link, Mbit/s", ylabel="seconds of a step", title=title)
+    axis.set_ylim(bottom=0)
+    axis.set_xticks(rates, [f"{each:,g}" for each in rates])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def summary(document: Path) -> Callable[[Results], str]:
+    """What stands on a page: seconds of a step by rate, with the plot."""
+
+    def write(results: Results) -> str:
+        if SUMMARIZED not in results:
+            return "not measured"
+        stored = results[SUMMARIZED]
+        rows, kept = [], []
+        for cell in stored.result["cells"]:
+            found = cell["contestants"]
+            ours = found[FULLSHARD]
+            seconds = [report.cell(found.get(name, {}).get("median_step_seconds")) for name in SHOWN]
+            ratio = report.cell(ours.get("time_ratio_to_better_peer"))
+            rows.append([rate(cell), *seconds, report.cell(ours["bound"]), ratio])
+            if KEPT in found:
+                kept.append(f"{ours['median_step_seconds'] / found[KEPT]['median_step_seconds']:.2f}")
+        header = ["link bandwidth", *SHOWN.values(), "lower bound of fullshard", "fullshard / faster of FSDP1, FSDP2"]
+        told = (
+            f"Of the time of FSDP2 with `reshard_after_forward=False`, fullshard as it comes takes {', '.join(kept)}."
+        )
+        image = report.image_link(stored.path.with_suffix(".png"), document, stored.result["page"]["title"])
+        return "\n\n".join([report.markdown_table(header, rows), told, image, report.provenance(stored.environment)])
+
+    return write
 
 
 def run(options: Options) -> bool:
@@ -254,5 +309,6 @@ def run(options: Options) -> bool:
     title = f"Step time over link bandwidth, {' '.join(parts)}"
     figures = {"settings": options.settings, "cells": cells}
     marker = ":".join(("hosts", *parts))
-    report.publish(options, "hosts", figures, told, title=title, panels=panels(cells), parts=parts, marker=marker)
+    draw = partial(plot, cells, title=title)
+    report.publish(options, "hosts", figures, told, title=title, plot=draw, parts=parts, marker=marker)
     return not any(cell["losses_that_disagree"] for cell in cells)

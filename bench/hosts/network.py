@@ -24,14 +24,9 @@ _LATENCY = "50ms"  # of data that may wait in a bucket
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts with links between them.
+    """Hosts with links between them."""
 
-    Args:
-        name: Of the namespaces, which exist once on a machine.
-        hosts: How many.
-    """
-
-    name: str
+    name: str  # of the namespaces, which exist once on a machine
     hosts: int
 
     def inside(self, host: int) -> list[str]:
@@ -77,12 +72,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def hosts_on_this_machine(hosts: int, name: str | None = None) -> Iterator[Network]:
-    """Make hosts, and remove them after the block.
-
-    Args:
-        hosts: How many.
-        name: Of the namespaces; None: one of this process.
-    """
+    """Make hosts, and remove them after the block; ``name``: of the namespaces, else one of this process."""
     network = Network(name or f"fs-{os.getpid()}", hosts)
     switch = f"{network.name}-switch"
     names = [switch, *(f"{network.name}-{host}" for host in range(hosts))]

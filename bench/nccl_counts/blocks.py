@@ -11,21 +11,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model on a mesh.
-
-    Args:
-        width: Of the model.
-        key_width: Of all keys, or values, of a token.
-        hidden: Width of the feed-forward layer.
-        ranks: All.
-        shards: Ranks of the shard axis; the other axis replicates.
-    """
+    """A model on a mesh."""
 
     width: int
-    key_width: int
-    hidden: int
+    key_width: int  # of all keys, or values, of a token
+    hidden: int  # width of the feed-forward layer
     ranks: int
-    shards: int
+    shards: int  # ranks of the shard axis; the other axis replicates
 
     @property
     def parameters(self) -> int:

@@ -17,30 +17,14 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all-gather", "reduce-scatter", 
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation of a communicator.
+    """One operation of a communicator."""
 
-    Args:
-        kind: ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or OTHER.
-        nbytes: Of the side that is not sharded.
-        dtype: Of its elements.
-        op: Of a reduction, as ``AVG``.
-        asynchronous: Asked for with ``asyncOp``: c10d then puts it on the group's own stream, which has the group's
-            priority, and not on the caller's.
-        launch: The launch that it is part of; operations of one group call have one.
-        communicator: The group.
-        address: Of the side that is not sharded.
-        stream: The caller's current stream; None on a CPU.
-    """
-
-    kind: str
-    nbytes: int
-    dtype: str
-    op: str
-    asynchronous: bool
-    launch: int
-    communicator: int
-    address: int
-    stream: int | None
+    kind: str  # ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or OTHER
+    nbytes: int  # of the side that is not sharded
+    asynchronous: bool  # asked for with ``asyncOp``: c10d then puts it on the group's own stream, not on the caller's
+    launch: int  # that it is part of; operations of one group call have one
+    communicator: int  # the group
+    address: int  # of the side that is not sharded
 
 
 class Journal:
@@ -61,19 +45,9 @@ class CountedGroup(SilentGroup):
         journal = self.journal
         if not self._in_group_call:
             journal.launches += 1
-        op = getattr(opts, "reduceOp", "")
+        asynchronous = bool(getattr(opts, "asyncOp", False))
         journal.collectives.append(
-            Collective(
-                kind,
-                tensor.nbytes,
-                str(tensor.dtype).removeprefix("torch."),
-                str(getattr(op, "op", op)).rpartition(".")[2],
-                bool(getattr(opts, "asyncOp", False)),
-                journal.launches,
-                self.number,
-                tensor.data_ptr(),
-                stream_of(tensor.device),
-            )
+            Collective(kind, tensor.nbytes, asynchronous, journal.launches, self.number, tensor.data_ptr())
         )
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -84,55 +58,39 @@ class CountedGroup(SilentGroup):
         self._in_group_call = False
         return super()._end_coalescing(device)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Noted."""
-        self._note(ALL_GATHER, output, opts)
-        return super().all_gather_single(output, input, opts)
 
-    _allgather_base = all_gather_single
+def _noted(method: str, kind: str, operand: int) -> Any:
+    """A method that notes its operand (of a list: the first), and does what the silent group does."""
+    silent = getattr(SilentGroup, method)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Noted."""
-        self._note(REDUCE_SCATTER, input, opts)
-        return super().reduce_scatter_single(output, input, opts)
+    def call(self: CountedGroup, *args: Any, **kwargs: Any) -> Any:
+        opts = kwargs.get("opts", args[-1] if args else None)
+        tensor = args[operand] if isinstance(args[operand], Tensor) else args[operand][0]
+        self._note(kind, tensor, opts)
+        return silent(self, *args, **kwargs)
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(ALL_REDUCE, tensors[0], opts)
-        return super().allreduce(tensors, opts)
-
-    allreduce_coalesced = allreduce
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(OTHER, inputs[0], opts)
-        return super().allgather(outputs, inputs, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Noted."""
-        self._note(OTHER, tensors[0], opts)
-        return super().broadcast(tensors, opts)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
-        """Noted."""
-        self._note(OTHER, output, opts)
-        return super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
-
-    alltoall_base = all_to_all_single
+    return call
 
 
-def stream_of(device: torch.device) -> int | None:
-    """The number of the current stream; None on a CPU."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
+# Method -> what it is, and which of its arguments is not sharded.
+for _method, _kind, _operand in (
+    ("all_gather_single", ALL_GATHER, 0),
+    ("_allgather_base", ALL_GATHER, 0),
+    ("reduce_scatter_single", REDUCE_SCATTER, 1),
+    ("_reduce_scatter_base", REDUCE_SCATTER, 1),
+    ("allreduce", ALL_REDUCE, 0),
+    ("allreduce_coalesced", ALL_REDUCE, 0),
+    ("allgather", OTHER, 1),
+    ("broadcast", OTHER, 0),
+    ("all_to_all_single", OTHER, 0),
+    ("alltoall_base", OTHER, 0),
+):
+    setattr(CountedGroup, _method, _noted(_method, _kind, _operand))
 
 
 @contextlib.contextmanager
-def counted_ranks(ranks: int, device: torch.device) -> Iterator[Journal]:
+def counted_ranks(ranks: int) -> Iterator[Journal]:
     """Be rank 0 of ``ranks`` as long as the block lasts; the journal of all groups that are made in it."""
     CountedGroup.journal = journal = Journal()
-    with silent_ranks(ranks, device, group_type=CountedGroup):
+    with silent_ranks(ranks, group_type=CountedGroup):
         yield journal

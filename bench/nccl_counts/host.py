@@ -29,14 +29,10 @@ class Calls:
         if self._frame is not None:
             if event == "return" and frame is self._frame:
                 self._frame = None
-            return
-        if event == "call":
-            if frame.f_code in self._outside:
-                self._frame = frame
-            else:
-                self.python[
-                    frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name
-                ] += 1
+        elif event == "call" and frame.f_code in self._outside:
+            self._frame = frame
+        elif event == "call":
+            self.python[frame.f_code.co_name] += 1
         elif event == "c_call":
             self.c[getattr(argument, "__name__", str(argument))] += 1
 

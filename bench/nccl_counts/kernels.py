@@ -22,14 +22,11 @@ CHUNK_ELEMENTS, CHUNKS_PER_KERNEL, TENSORS_PER_KERNEL = 65536, 320, 64
 
 
 class Kernels(NamedTuple):
-    """Of one operator."""
-
     launched: int
     strided: int = 0
 
 
 def of_foreach(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Kernels:
-    """Of a list of copies."""
     pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target.numel()]
     if not pairs:
         return Kernels(0)
@@ -54,13 +51,11 @@ def fused_launches(numels: Sequence[int]) -> int:
 
 
 def of_split(targets: Sequence[Tensor], source: Tensor) -> Kernels:
-    """Of ``split_with_sizes_copy`` into given tensors."""
     fused = _dense(source) and all(_dense(target) and target.dtype == source.dtype for target in targets)
     return Kernels(1) if fused else Kernels(len(targets), len(targets))
 
 
 def of_chunk_cat(target: Tensor, sources: Sequence[Tensor]) -> Kernels:
-    """Of ``_chunk_cat``."""
     (dtype, *others) = {source.dtype for source in sources}
     cast = (dtype, target.dtype)
     known = dtype == target.dtype or cast == (torch.bfloat16, torch.float32)
@@ -69,7 +64,6 @@ def of_chunk_cat(target: Tensor, sources: Sequence[Tensor]) -> Kernels:
 
 
 def of_copy(target: Tensor, source: Tensor) -> Kernels:
-    """Of a single one."""
     return Kernels(1, int(not (_dense(target) and _dense(source)))) if target.numel() else Kernels(0)
 
 

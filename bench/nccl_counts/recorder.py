@@ -1,4 +1,4 @@
-"""Operators by what they do to memory: copies, other kernels, and allocations, with the stream of each.
+"""Operators by what they do to memory: copies, other kernels, and allocations.
 
 A dispatch mode sees every operator below autograd, also those of backward. Operators on tensors of more than
 ``LEFT_OUT_BYTES`` are not run: their effect on memory is that their outputs exist, and so blocks of a billion
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.nccl_counts import kernels
-from bench.nccl_counts.group import ALL_GATHER, Journal, stream_of
+from bench.nccl_counts.group import ALL_GATHER, Journal
 from bench.nccl_counts.kernels import Kernels
 
 LEFT_OUT_BYTES = 1 << 16
@@ -32,36 +32,15 @@ _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator that runs kernels.
+    """One operator that runs kernels. ``read`` and ``written`` are bytes."""
 
-    Args:
-        name: As ``aten::copy_``.
-        phase: Of the step.
-        copies: Whether it is a copy.
-        leaves_gather: Of a copy: whether it reads what an all-gather has written.
-        read: Bytes.
-        written: Bytes.
-        kernels: Of a copy, on CUDA. Else 1.
-        stream: The current one; None on a CPU.
-    """
-
-    name: str
-    phase: str
+    name: str  # as ``aten::copy_``
+    phase: str  # of the step
     copies: bool
-    leaves_gather: bool
+    leaves_gather: bool  # of a copy: it reads what an all-gather has written
     read: int
     written: int
-    kernels: Kernels
-    stream: int | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Memory that was asked for."""
-
-    phase: str
-    nbytes: int
-    stream: int | None
+    kernels: Kernels  # of a copy, on CUDA; else 1
 
 
 class Recorder(TorchDispatchMode):
@@ -69,14 +48,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         journal: Tells what was gathered.
-        device: Whose memory counts.
     """
 
-    def __init__(self, journal: Journal, device: torch.device) -> None:
+    def __init__(self, journal: Journal) -> None:
         super().__init__()
-        self.phase, self.device, self._journal = "", device, journal
+        self.phase, self._journal = "", journal
         self.operations: list[Operation] = []
-        self.allocations: list[Allocation] = []
+        self.allocations: list[tuple[str, int]] = []  # phase and bytes
         self.reads: list[str] = []
         self._gathered: dict[int, int] = {}  # address -> end, of what all-gathers have written
         self._seen = 0
@@ -97,16 +75,14 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in _VIEWS:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        result = func(*args, **kwargs) if self._small(args, kwargs) else _left_out(func, args, kwargs, written)
+        small = all(each.nbytes <= LEFT_OUT_BYTES for each in _tensors((args, kwargs)))
+        result = func(*args, **kwargs) if small else _left_out(func, args, kwargs, written)
         made = [] if written or name == "fsdp::all_gather_copy_in" else _tensors(result)
         for each in made:
             self._allocated(each)
         if self.phase:
             self._note(name, args, kwargs, written or made, result)
         return result
-
-    def _small(self, args: Any, kwargs: Any) -> bool:
-        return all(each.nbytes <= LEFT_OUT_BYTES for each in _tensors((args, kwargs)))
 
     def _note(self, name: str, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
         if name in _READS:
@@ -119,10 +95,9 @@ class Recorder(TorchDispatchMode):
             outputs, inputs, launched = copy
         if not any(each.numel() for each in outputs):
             return
-        streams = stream_of(outputs[0].device)
         leaves = copy is not None and any(self._was_gathered(each) for each in inputs)
         read, wrote = sum(each.nbytes for each in inputs), sum(each.nbytes for each in outputs)
-        self.operations.append(Operation(name, self.phase, copy is not None, leaves, read, wrote, launched, streams))
+        self.operations.append(Operation(name, self.phase, copy is not None, leaves, read, wrote, launched))
 
     def _was_gathered(self, tensor: Tensor) -> bool:
         self._read_journal()
@@ -136,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self._seen = len(self._journal.collectives)
 
     def _allocated(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device.type and not isinstance(tensor, FakeTensor):
+        if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
             self.allocated(tensor.data_ptr(), tensor.untyped_storage().nbytes())
 
     def allocated(self, address: int, nbytes: int) -> None:
@@ -148,7 +123,7 @@ class Recorder(TorchDispatchMode):
             if address < end and begin < address + nbytes:
                 del self._gathered[begin]
         if self.phase:
-            self.allocations.append(Allocation(self.phase, nbytes, stream_of(self.device)))
+            self.allocations.append((self.phase, nbytes))
 
 
 @contextlib.contextmanager
@@ -159,7 +134,7 @@ def resizes_noted(recorder: Recorder) -> Iterator[None]:
     def noted(storage: torch.UntypedStorage, nbytes: int) -> Any:
         grows = nbytes > storage.nbytes()
         result = resize(storage, nbytes)
-        if grows and storage.device.type == recorder.device.type:
+        if grows and storage.device.type == "cpu":
             recorder.allocated(storage.data_ptr(), nbytes)
         return result
 
@@ -199,7 +174,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator changes."""
     changed: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.contestants import BF16, UNSHARDED, composable, options_of
-from bench.memory_limit.ledger import Ledger, range_of, recorded
-from bench.nccl_counts import emulated, group
+from bench.ledger import Ledger, range_of, recorded
+from bench.nccl_counts import group
 from bench.nccl_counts.blocks import CONFIGURATIONS, Configuration, LlamaBlock
 from bench.nccl_counts.group import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Journal, counted_ranks
 from bench.nccl_counts.host import READS, Calls, calls_counted
@@ -33,36 +32,31 @@ class Step:
     collectives: list[tuple[str, Collective]]  # with the phase
     calls: Calls
     of_model: dict[str, float]  # what is not a sum over blocks
-    priorities: dict[int, int]  # of streams; empty on a CPU
 
 
-def shard(system: str, model: nn.Module, shape: Configuration, device: torch.device) -> nn.Module:
+def shard(system: str, model: nn.Module, shape: Configuration) -> nn.Module:
     """Every block a unit, and the root; parameters gathered in bf16, gradients reduced in fp32."""
     if system == UNSHARDED:
-        return model.to(torch.bfloat16).to_empty(device=device)
-    replicas = shape.ranks // shape.shards
-    names = ("replicate", "shard")
-    if replicas == 1:
-        mesh = init_device_mesh(device.type, (shape.ranks,))
-    else:
-        mesh = init_device_mesh(device.type, (replicas, shape.shards), mesh_dim_names=names)
+        return model.to(torch.bfloat16).to_empty(device="cpu")
+    mesh = init_device_mesh("cpu", (shape.ranks,))
+    if shape.ranks > shape.shards:
+        sizes, names = (shape.ranks // shape.shards, shape.shards), ("replicate", "shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     fully_shard = composable(system).fully_shard
     for module in (*model.children(), model):
         fully_shard(module, mesh=mesh, **options_of(system, BF16))
-    return model.to_empty(device=device)
+    return model.to_empty(device="cpu")
 
 
-def steady_step(system: str, shape: Configuration, depth: int, device: torch.device) -> Step:
+def steady_step(system: str, shape: Configuration, depth: int) -> Step:
     """Build a model of so many blocks, and count one of its later steps."""
-    on_device = device.type == emulated.NAME
-    noting = emulated.priorities_noted() if on_device else contextlib.nullcontext({})
-    with counted_ranks(shape.ranks, device) as journal, noting as priorities:
-        recorder = Recorder(journal, device)
+    with counted_ranks(shape.ranks) as journal:
+        recorder = Recorder(journal)
         with recorder, resizes_noted(recorder):
             with torch.device("meta"):
                 model = nn.Sequential(*(LlamaBlock(shape) for _ in range(depth)))
-            model = shard(system, model, shape, device)
-            x = torch.zeros(TOKENS, shape.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+            model = shard(system, model, shape)
+            x = torch.zeros(TOKENS, shape.width, dtype=torch.bfloat16, requires_grad=True)
             for _ in range(WARMUP_STEPS):
                 _step(model, x, recorder, journal)
             outside = {Recorder.__torch_dispatch__.__code__, resizes_noted.__wrapped__.__code__}
@@ -70,13 +64,9 @@ def steady_step(system: str, shape: Configuration, depth: int, device: torch.dev
             with calls_counted(outside) as calls:
                 _step(model, x, recorder, journal)
             collectives = _step(model, x, recorder, journal, noted=True)
-            unit = 2 * shape.parameters  # bytes
-            if on_device:
-                of_model = emulated.counted(lambda between: _step(model, x, recorder, journal, between=between), unit)
-            else:
-                of_model = _peaks(lambda: _step(model, x, recorder, journal), unit)
+            of_model = _peaks(lambda: _step(model, x, recorder, journal), 2 * shape.parameters)
         of_model["communicators"] = len({each.communicator for each in journal.collectives})
-        return Step(recorder, collectives, calls, of_model, priorities)
+        return Step(recorder, collectives, calls, of_model)
 
 
 def _peaks(step: Callable[[], object], unit: int) -> dict[str, float]:
@@ -90,20 +80,13 @@ def _peaks(step: Callable[[], object], unit: int) -> dict[str, float]:
 
 
 def _step(
-    model: nn.Module,
-    x: torch.Tensor,
-    recorder: Recorder,
-    journal: Journal,
-    *,
-    noted: bool = False,
-    between: Callable[[], None] = lambda: None,
+    model: nn.Module, x: torch.Tensor, recorder: Recorder, journal: Journal, *, noted: bool = False
 ) -> list[tuple[str, Collective]]:
     """Forward, backward, and gradients cleared; the collectives of each phase."""
     begun = len(journal.collectives)
     recorder.phase = FORWARD if noted else ""
     with range_of(FORWARD):
         loss = model(x).sum()
-    between()
     middle = len(journal.collectives)
     recorder.phase = BACKWARD if noted else ""
     with range_of(BACKWARD):
@@ -116,15 +99,11 @@ def _step(
 
 
 def counts_of(step: Step) -> Counter[str]:
-    """Totals of a step, by a name that says of what."""
     totals: Counter[str] = Counter()
     for phase, each in step.collectives:
         totals[f"{each.kind} messages, {phase}"] += 1
         totals[f"{each.kind} bytes, {phase}"] += each.nbytes
         totals["asynchronous messages"] += each.asynchronous
-        if step.priorities:
-            high = not each.asynchronous and step.priorities.get(each.stream or 0, 0) < 0
-            totals["messages without priority"] += not high
     for phase in (FORWARD, BACKWARD):
         for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
             launches = {one.launch for at, one in step.collectives if at == phase and one.kind == kind}
@@ -136,41 +115,31 @@ def counts_of(step: Step) -> Counter[str]:
         totals[f"{where} strided kernels, {operation.phase}"] += operation.kernels.strided
         if operation.leaves_gather:
             totals[f"copy-out written, {operation.phase}"] += operation.written
-    for allocation in step.recorder.allocations:
-        totals[f"allocations, {allocation.phase}"] += 1
-        totals[f"allocated bytes, {allocation.phase}"] += allocation.nbytes
-    if step.priorities:  # of an accelerator, whose backward runs on another thread: its calls are not seen
-        return totals
+    for phase, _ in step.recorder.allocations:
+        totals[f"allocations, {phase}"] += 1
     totals["reads of the host"] = len(step.recorder.reads) + sum(step.calls.c[name] for name in READS)
     totals["calls of Python functions"] = sum(step.calls.python.values())
     totals["calls of C functions"] = sum(step.calls.c.values())
-    totals["calls of is_dense"] = sum(n for name, n in step.calls.python.items() if name.endswith("is_dense"))
     return totals
 
 
-def block_of(system: str, shape: Configuration, device: torch.device) -> dict[str, float]:
+def block_of(system: str, shape: Configuration) -> dict[str, float]:
     """What one block adds, and what the model has once."""
-    shallow, deep = (steady_step(system, shape, depth, device) for depth in DEPTHS)
+    shallow, deep = (steady_step(system, shape, depth) for depth in DEPTHS)
     first, second = counts_of(shallow), counts_of(deep)
     blocks = DEPTHS[1] - DEPTHS[0]
     added = {name: (second[name] - first[name]) / blocks for name in sorted({*first, *second})}
     return {**added, **deep.of_model}
 
 
+@dataclass(frozen=True)
 class Worker:
-    """Counts one contestant on one kind of device."""
-
-    def __init__(self, system: str, device: torch.device) -> None:
-        self.system, self.device = system, device
+    system: str
 
     def count(self, configuration: str) -> dict[str, float]:
-        """The counts of a configuration, by name."""
-        return block_of(self.system, CONFIGURATIONS[configuration], self.device)
+        return block_of(self.system, CONFIGURATIONS[configuration])
 
 
-def build(system: str, device: str) -> Worker:
-    """For ``bench.worker``."""
+def build(system: str) -> Worker:
     torch.set_num_threads(1)
-    if device == emulated.NAME:
-        emulated.register()
-    return Worker(system, torch.device(device))
+    return Worker(system)

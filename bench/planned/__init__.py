@@ -1,7 +1,6 @@
-"""What ``fullshard.plan`` predicts, beside what runs do.
+"""What ``fullshard.plan`` predicts beside tables that others have published.
 
-- ``cases.py``       the configurations, built the same way for a run and for a plan
-- ``worker.py``      a rank that runs them, with every allocation recorded
-- ``modelled.py``    steps on modelled networks, run and planned
-- ``driver.py``      the benchmark
+- ``published.py``  the benchmark: rows of ``src/fullshard/planning/published.csv``, planned
+- ``programs.py``   the programs of these tables: how models were sharded and recomputed, and what their loop keeps
+- ``models.py``     the models
 """

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import fullshard
-from bench.planned import llama, mpt
+from bench.planned.models import LLAMAS, MPT, MPTS, Llama
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.planning.cluster import Cluster
 from fullshard.planning.dry_run import Step, dry_run
 
@@ -28,58 +23,38 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Program:
-    """A training program.
+    """A training program. ``recompute`` is ``"none"``, ``"full"``, ``"layer"`` (every second block), or ``"op"``
+    (attention and every second matrix multiplication are kept)."""
 
-    Args:
-        model: Name of a shape in ``llama`` or ``mpt``.
-        ranks: Of the job.
-        batch: Sequences of a microbatch.
-        sequence: Tokens of each.
-        recompute: ``"none"``, ``"full"``, ``"layer"`` (every second block), or ``"op"`` (attention and every second
-            matrix multiplication are kept).
-        compiled: Whether blocks are compiled.
-        fused_norm: Whether norms are one kernel.
-        keeps_logits: Whether the loop has a name for the logits while backward runs, and the next forward.
-        reduce_in_half: Whether gradients are reduced in bf16; else in fp32.
-        kept: Whether unsharded parameters are kept until backward.
-        microbatches: Of a step.
-        peer: Whether torch's FSDP2 shards it, in place of fullshard.
-    """
-
-    model: str
+    model: str  # of LLAMAS or MPTS
     ranks: int
-    batch: int
-    sequence: int
+    batch: int  # sequences of a microbatch
+    sequence: int  # tokens of each
     recompute: str = "none"
-    compiled: bool = False
-    fused_norm: bool = False
-    keeps_logits: bool = False
-    reduce_in_half: bool = False
-    kept: bool = False
+    compiled: bool = False  # its blocks
+    fused_norm: bool = False  # a norm is one kernel
+    keeps_logits: bool = False  # the loop has a name for the logits while backward runs, and the next forward
+    reduce_in_half: bool = False  # gradients in bf16; else in fp32
+    kept: bool = False  # unsharded parameters, until backward
     microbatches: int = 1
-    peer: bool = False
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The sharded model on the meta device, and AdamW with states in fp32."""
         with torch.device("meta"):
             model = self._model()
-        blocks = model.get_submodule("layers" if isinstance(model, llama.Llama) else "blocks")
+        blocks = model.get_submodule("layers" if isinstance(model, Llama) else "blocks")
         assert isinstance(blocks, nn.ModuleList)
-        library: Any = torch_fsdp if self.peer else fullshard
-        policy = library.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16 if self.reduce_in_half else torch.float32)
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("meta", (self.ranks,)),
-            "mp_policy": policy,
-        }
+        reduced = torch.bfloat16 if self.reduce_in_half else torch.float32
+        mesh, policy = init_device_mesh("meta", (self.ranks,)), MixedPrecisionPolicy(torch.bfloat16, reduced)
         for index, block in enumerate(blocks):
             blocks[index] = self._recomputed(block, index)
-            last = isinstance(model, llama.Llama) and index == len(blocks) - 1  # torchtitan keeps the last block
-            library.fully_shard(blocks[index], **options, reshard_after_forward=not (self.kept or last))
-        library.fully_shard(model, **options)
+            last = isinstance(model, Llama) and index == len(blocks) - 1  # torchtitan keeps the last block
+            resharded = not (self.kept or last)
+            fully_shard(blocks[index], mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def plan(self, cluster: Cluster, *, steps: int = 2, microbatches: int | None = None) -> Step:
-        """Run it on the meta device."""
         tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64, device="meta")
         named: list[Tensor] = []
 
@@ -89,15 +64,8 @@ class Program:
                 named[:] = [logits]
             return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-        with _fsdp2_on_meta() if self.peer else contextlib.nullcontext():
-            return dry_run(
-                self.build,
-                loss,
-                cluster=cluster,
-                ranks=self.ranks,
-                microbatches=self.microbatches if microbatches is None else microbatches,
-                steps=steps,
-            )
+        count = self.microbatches if microbatches is None else microbatches
+        return dry_run(self.build, loss, cluster=cluster, ranks=self.ranks, microbatches=count, steps=steps)
 
     def tokens_per_second(self, cluster: Cluster) -> float:
         """Tokens per second and rank. All microbatches but the first take the same time."""
@@ -108,10 +76,10 @@ class Program:
         return self.microbatches * self.batch * self.sequence / seconds
 
     def _model(self) -> nn.Module:
-        if self.model in mpt.SHAPES:
-            return mpt.MPT(mpt.SHAPES[self.model], self.sequence)
-        shape = dataclasses.replace(llama.SHAPES[self.model], fused=self.compiled, fused_norm=self.fused_norm)
-        return llama.Llama(shape, self.sequence)
+        if self.model in MPTS:
+            return MPT(MPTS[self.model], self.sequence)
+        shape = dataclasses.replace(LLAMAS[self.model], fused=self.compiled, fused_norm=self.fused_norm)
+        return Llama(shape, self.sequence)
 
     def _recomputed(self, block: nn.Module, index: int) -> nn.Module:
         if self.recompute == "none" or (self.recompute == "layer" and index % 2 == 0):
@@ -119,17 +87,6 @@ class Program:
         if self.recompute == "op":
             return checkpoint_wrapper(block, context_fn=_every_second, preserve_rng_state=False)
         return checkpoint_wrapper(block, preserve_rng_state=False)
-
-
-@contextlib.contextmanager
-def _fsdp2_on_meta() -> Iterator[None]:
-    """Have torch's FSDP2 run on the meta device, on the simulated streams that stand in for those of the CPU."""
-    with (
-        mock.patch.object(torch, "meta", torch.cpu, create=True),
-        mock.patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
-        mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params"),
-    ):
-        yield
 
 
 def _every_second() -> Any:

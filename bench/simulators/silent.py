@@ -7,9 +7,9 @@ who is measured, and the more messages somebody sends, the longer it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,18 @@ from fullshard.planning.simulation.ranks import modelled_ranks
 
 
 class Done(dist._Work):
-    """Work that is over."""
-
     def wait(self, timeout: object = None) -> bool:
-        """It is over."""
         return True
 
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
+    is_completed = wait
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Done."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([])
         return future
 
 
 class SilentGroup(ModelledGroup):
-    """See the module docstring."""
-
     collectives = 0  # so far, of this group
     _done = Done()
 
@@ -51,7 +43,6 @@ class SilentGroup(ModelledGroup):
         return self._done
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """In as little time as can be."""
         if output.is_floating_point():
             self.collectives += 1
             return self._done
@@ -60,19 +51,12 @@ class SilentGroup(ModelledGroup):
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """The same."""
         self.collectives += 1
         return self._done
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _issue(
-        self,
-        nbytes: float,
-        fills: Sequence[Callable[[], object]] = (),
-        result: Sequence[Tensor] = (),
-        passes: int = 1,
-    ) -> Any:
+    def _issue(self, nbytes: float, fills: Any = (), result: Sequence[Tensor] = (), passes: int = 1) -> Any:
         self.collectives += 1
         if result and not result[0].is_floating_point():  # pickled objects, and their sizes
             for fill in fills:
@@ -81,24 +65,14 @@ class SilentGroup(ModelledGroup):
 
 
 @contextlib.contextmanager
-def silent_ranks(
-    ranks: int,
-    device: torch.device | str = "cpu",
-    *,
-    like: Literal["nccl", "collective"] = "nccl",
-    group_type: type[SilentGroup] = SilentGroup,
-) -> Iterator[Fabric]:
-    """Be rank 0 of ``ranks`` on such a group as long as the block lasts, on one thread.
+def silent_ranks(ranks: int, *, group_type: type[SilentGroup] = SilentGroup) -> Iterator[Fabric]:
+    """Be rank 0 of ``ranks`` CPU ranks on such a group as long as the block lasts, on one thread.
 
-    Args:
-        ranks: Size of the default group.
-        device: What its tensors are on.
-        like: ``nccl``: it calls itself NCCL, and has group calls.
-        group_type: What the groups are.
+    The group calls itself NCCL, and has group calls.
     """
     torch.set_num_threads(1)
     # What was to arrive is whatever was there before; denormal numbers among it would cost time.
     torch.set_flush_denormal(True)
-    nothing: Any = SimpleNamespace(device=torch.device(device))
-    with modelled_ranks(ranks, Network(1.0, like=like), device=nothing, group_type=group_type) as fabric:
+    nothing: Any = SimpleNamespace(device=torch.device("cpu"))
+    with modelled_ranks(ranks, Network(1.0, like="nccl"), device=nothing, group_type=group_type) as fabric:
         yield fabric

@@ -21,10 +21,6 @@ class StreamDevice:
         device: Which.
     """
 
-    device: torch.device
-    _cycles: float  # per second; 0: kernels take no time
-    _link: torch.Stream
-
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
         self._link = torch.Stream(device=self.device)

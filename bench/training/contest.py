@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from bench import resident_memory
 from bench.command_line import Options, UsageError
 from bench.contestants import CONTESTANTS, TWO_KEPT, UNSHARDED, WITH_OURS, Contestant
 from bench.models import GPTShape
-from bench.statistics import largest_difference, paired_spread, round_medians, spread, turn_order
+from bench.statistics import largest_difference, paired_spread, round_medians, spread
 from bench.teams import Launch, Teams
+from bench.turns import turn_order
 
 LOSS_TOLERANCE = 1e-5
+TRAINER = "bench.training.trainer"
 # Per rank, and as a generous mean over the contestants: bytes held per parameter byte, and bytes beside that.
 PARAMETER_COPIES, PROCESS_BYTES = 4.5, 0.25 * 2**30
 
@@ -39,41 +39,22 @@ class TrainingOptions(Options):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing to measure: a way to train.
-
-    Args:
-        name: What the trainer is told.
-        title: In the page.
-        contestants: Who takes part: names of CONTESTANTS, or contestants of the measurement's own.
-        optional: Who can, if asked for.
-        blocks: By width.
-        tokens: Per microbatch, by width.
-        ranks: Processes of each.
-        microbatches: Of a step.
-        steps_per_round: In a turn.
-    """
+    """One thing to measure: a way to train, and names of the CONTESTANTS who take part."""
 
     name: str
     title: str
-    contestants: tuple[str | Contestant, ...]
-    optional: tuple[str | Contestant, ...] = ()
-    # Compute-heavy, and dominated by parameters. With more blocks of width 1024, not all contestants fit into 24 GiB.
+    contestants: tuple[str, ...]
+    # By width: compute-heavy, and dominated by parameters. More blocks of width 1024 would not fit into 24 GiB for all.
     blocks: Mapping[int, int] = field(default_factory=lambda: {512: 6, 1024: 4})
-    tokens: Mapping[int, int] = field(default_factory=lambda: {512: 256, 1024: 64})
+    tokens: Mapping[int, int] = field(default_factory=lambda: {512: 256, 1024: 64})  # of a microbatch
     ranks: int = 2
     microbatches: int = 1
     steps_per_round: int = 2
 
     def chosen(self, only: Sequence[str] = ()) -> list[Contestant]:
         """The contestants, or those asked for that can take part."""
-        able = {each.name: each for each in map(_contestant, (*self.contestants, *self.optional))}
-        return (
-            [able[name] for name in only if name in able] if only else [_contestant(each) for each in self.contestants]
-        )
-
-
-def _contestant(given: str | Contestant) -> Contestant:
-    return CONTESTANTS[given] if isinstance(given, str) else given
+        names = [name for name in only if name in self.contestants] if only else self.contestants
+        return [CONTESTANTS[name] for name in names]
 
 
 @dataclass(frozen=True)
@@ -110,15 +91,13 @@ class Settings:
 
     @property
     def assignment(self) -> dict[str, Any]:
-        """What all ranks of all contestants are told."""
         told = asdict(self)
         return {name: told[name] for name in ("what", "width", "blocks", "tokens", "microbatches", "learning_rate")}
 
 
 @dataclass
 class Record:
-    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank; and per round
-    what a rank used per step, on average: page faults without input or output, and processor time of all threads.
+    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank.
 
     [Note: Two kinds of memory]
     *Counted* is the peak of the bytes of all live tensors in one step, from a record of every allocation and free: what
@@ -129,39 +108,22 @@ class Record:
     losses: list[float]
     seconds: list[list[float]]
     memory: list[dict[str, Any]]
-    used: list[dict[str, float]] = field(default_factory=list)
-
-    def largest(self, field: str) -> int | None:
-        values = [rank.get(field) for rank in self.memory]
-        return max(v for v in values if v is not None) if None not in values and values else None
 
     @property
-    def counted(self) -> int | None:
-        """See [Note: Two kinds of memory]; of the rank that needs most."""
-        return self.largest("counted")
+    def bytes_of(self) -> dict[str, int | None]:
+        """Of the rank that needs, or sends, most."""
+        peaks, baselines = ([rank.get(key) for rank in self.memory] for key in ("peak", "baseline"))
+        pairs = [peak - base for peak, base in zip(peaks, baselines, strict=True) if None not in (peak, base)]
+        return {
+            "counted": self._largest("counted"),
+            "peak": self._largest("peak"),
+            "peak_over_baseline": max(pairs, default=None),
+            "sent": self._largest("sent_per_step"),
+        }
 
-    @property
-    def peak(self) -> int | None:
-        return self.largest("peak")
-
-    @property
-    def peak_over_baseline(self) -> int | None:
-        differences = [
-            rank["peak"] - rank["baseline"]
-            for rank in self.memory
-            if rank["peak"] is not None and rank["baseline"] is not None
-        ]
-        return max(differences) if differences else None
-
-    @property
-    def sent(self) -> int | None:
-        """Bytes that the busiest rank sends per step."""
-        return self.largest("sent_per_step")
-
-    @property
-    def processor_seconds(self) -> list[float]:
-        """Of a step, by round."""
-        return [each["user_seconds"] + each["system_seconds"] for each in self.used if each]
+    def _largest(self, key: str) -> int | None:
+        values = [rank.get(key) for rank in self.memory]
+        return None if None in values or not values else max(values)  # type: ignore[type-var]
 
 
 # ------------------------------------------------------------------ the run
@@ -185,27 +147,22 @@ def refuse_what_does_not_fit(settings: Settings, contestants: int) -> None:
 def compete(
     contestants: Sequence[Contestant],
     settings: Settings,
-    trainer: str,
     places: Sequence[Sequence[str]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Have all train in turns: the warm-up and all rounds.
+    """Have all train in turns: the warm-up and all rounds. The records, and why a contestant has none.
 
     Args:
         contestants: Who trains.
         settings: What, and how often.
-        trainer: The module of a rank.
         places: Where each rank runs, see ``Launch``; empty: here.
         environment: Variables for all of them.
-
-    Returns:
-        The records, and why a contestant has none.
     """
     records: dict[str, Record] = {}
     told = {"ranks": settings.ranks, "threads": settings.threads, **settings.assignment}
-    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+    with Teams() as teams:
         for contestant in contestants:
-            launch = Launch.of(contestant, trainer, Path(folder), contestant=asdict(contestant), **told)
+            launch = Launch.of(contestant, TRAINER, teams.folder, contestant=asdict(contestant), **told)
             teams.start(replace(launch, places=places, environment={**launch.environment, **(environment or {})}))
         for name in list(teams.alive):
             answers = teams.ask(name, "warm_up", steps=settings.warmup_steps)
@@ -217,23 +174,21 @@ def compete(
                 if answers is not None:
                     records[name].losses += _by_step(answers, "losses", statistics.fmean)
                     records[name].seconds.append(_by_step(answers, "seconds", max))
-                    used = [answer["used"] for answer in answers]
-                    records[name].used.append({key: statistics.fmean(one[key] for one in used) for key in used[0]})
         for name in list(teams.alive):
             records[name].memory = teams.ask(name, "memory") or []
         return {name: record for name, record in records.items() if name not in teams.failures}, teams.failures
 
 
 def _by_step(
-    answers: Sequence[Mapping[str, Any]], field: str, combined: Callable[[Sequence[float]], float]
+    answers: Sequence[Mapping[str, Any]], key: str, combined: Callable[[Sequence[float]], float]
 ) -> list[float]:
-    return [combined(ranks) for ranks in zip(*(answer[field] for answer in answers), strict=True)]
+    return [combined(ranks) for ranks in zip(*(answer[key] for answer in answers), strict=True)]
 
 
 # ------------------------------------------------------------------ conclusions
 
 
-def disagreements(records: Mapping[str, Record], tolerance: float = LOSS_TOLERANCE) -> dict[str, float]:
+def disagreements(records: Mapping[str, Record]) -> dict[str, float]:
     """Contestants that average gradients and yet trained something else, by how much.
 
     The reference is FSDP2; of wrappers, the first of them, FSDP1 unless it did not run.
@@ -243,7 +198,7 @@ def disagreements(records: Mapping[str, Record], tolerance: float = LOSS_TOLERAN
         return {}
     reference = exchanging.get("fsdp2", next(iter(exchanging.values())))
     found = {name: largest_difference(r.losses, reference.losses) for name, r in exchanging.items()}
-    return {name: difference for name, difference in found.items() if not difference <= tolerance}
+    return {name: difference for name, difference in found.items() if not difference <= LOSS_TOLERANCE}
 
 
 def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None:
@@ -254,17 +209,18 @@ def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None
 
 def by_fsdp2(_: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
     """Measure everybody by FSDP2, and by the better one of it and FSDP1; the same with fullshard's setting of malloc,
-    and by FSDP2 that has this setting and keeps its last two units gathered, as fullshard does.
+    and by FSDP2 that has this setting and keeps its last two units unsharded, as fullshard does.
 
     Without those that did not run.
     """
-    found = {
-        "_to_fsdp2": faster_of(("fsdp2",), records),
-        "_to_better_peer": faster_of(("fsdp1", "fsdp2"), records),
-        "_to_fsdp2_with_our_malloc": faster_of((f"fsdp2{WITH_OURS}",), records),
-        "_to_better_peer_with_our_malloc": faster_of((f"fsdp1{WITH_OURS}", f"fsdp2{WITH_OURS}"), records),
-        "_to_two_kept": faster_of((TWO_KEPT,), records),
+    peers = {
+        "_to_fsdp2": ("fsdp2",),
+        "_to_better_peer": ("fsdp1", "fsdp2"),
+        "_to_fsdp2_with_our_malloc": (f"fsdp2{WITH_OURS}",),
+        "_to_better_peer_with_our_malloc": (f"fsdp1{WITH_OURS}", f"fsdp2{WITH_OURS}"),
+        "_to_two_kept": (TWO_KEPT,),
     }
+    found = {end: faster_of(names, records) for end, names in peers.items()}
     return {end: name for end, name in found.items() if name is not None}
 
 
@@ -275,33 +231,25 @@ def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, 
 
 
 def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """Everything reported about each contestant, JSON-ready.
-
-    Args:
-        records: Of those that ran.
-        references: By contestant: whom it is measured by, by the end of the ratios' names.
-    """
+    """Everything reported about each contestant that ran, JSON-ready. ``references``: by contestant, whom it is
+    measured by, by the end of the ratios' names."""
     summary: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
-        entry: dict[str, Any] = {
+        nbytes = record.bytes_of
+        summary[name] = entry = {
             "median_step_seconds": spread([s for turn in record.seconds for s in turn]).median,
             "final_loss": record.losses[-1],
-            "counted_bytes": record.counted,
-            "peak_bytes": record.peak,
-            "peak_over_baseline_bytes": record.peak_over_baseline,
-            "sent_bytes_per_step": record.sent,
+            "counted_bytes": nbytes["counted"],
+            "peak_bytes": nbytes["peak"],
+            "peak_over_baseline_bytes": nbytes["peak_over_baseline"],
+            "sent_bytes_per_step": nbytes["sent"],
             "memory_by_rank": record.memory,
             "seconds": record.seconds,
             "losses": record.losses,
         }
-        if record.processor_seconds:
-            entry["processor_seconds"] = spread(record.processor_seconds).as_json()
-            for key in ("faults", "system_seconds"):
-                entry[key] = spread([each[key] for each in record.used]).as_json()
         for end, reference in references.get(name, {}).items():
             entry.update({f"{key}{end}": value for key, value in _compared(record, records[reference]).items()})
             entry[f"time_ratio{end}"]["reference"] = reference
-        summary[name] = entry
     return summary
 
 
@@ -310,9 +258,7 @@ def _compared(record: Record, base: Record) -> dict[str, Any]:
         "time_ratio": paired_spread(round_medians(record.seconds), round_medians(base.seconds)).as_json(),
         "largest_loss_difference": largest_difference(record.losses, base.losses),
     }
-    if record.processor_seconds and base.processor_seconds:
-        ratios["processor_ratio"] = paired_spread(record.processor_seconds, base.processor_seconds).as_json()
-    for figure in ("counted", "peak", "peak_over_baseline", "sent"):
-        mine, theirs = getattr(record, figure), getattr(base, figure)
-        ratios[f"{figure}_ratio"] = mine / theirs if mine is not None and theirs else None
+    theirs = base.bytes_of
+    for name, mine in record.bytes_of.items():
+        ratios[f"{name}_ratio"] = mine / theirs[name] if mine is not None and theirs[name] else None
     return ratios

@@ -7,8 +7,7 @@
 ``ragged``        fp32, with both of fullshard's layouts, 2 ranks
 
 Contestants take turns as in ``step``: ratios are paired per round, and a run whose losses disagree reports no times.
-Beside time and memory stands what a rank sends per step, counted by the kernel. The page has the latest results of
-all modes at a width on this kind of machine.
+Beside time and memory stands what a rank sends per step, counted by the kernel.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 
 from bench.command_line import option
 from bench.contestants import BF16, FSDP1, FSDP2, FULLSHARD, HSDP, OFFLOAD, RAGGED, WITHOUT_OURS, with_setting
-from bench.report import column, mebibytes
+from bench.report import column
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, MILLISECONDS, NOTES, Benchmark, memory_columns
+from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark, memory_columns, sent_columns
 
 ACCUMULATION = "accumulation"
 OURS = (FULLSHARD, f"{FULLSHARD}{WITHOUT_OURS}")
@@ -56,21 +55,14 @@ BENCHMARK = Benchmark(
         column("step / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
         column("step / better of FSDP1, FSDP2 with our malloc setting", "time_ratio_to_better_peer_with_our_malloc"),
         *memory_columns("FSDP2", "_to_fsdp2"),
-        mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
-        column("/ FSDP2", "sent_ratio_to_fsdp2"),
+        *sent_columns("FSDP2", "_to_fsdp2"),
         FINAL_LOSS,
     ),
-    panel=("step time / FSDP2 with our malloc setting", "time_ratio_to_fsdp2_with_our_malloc"),
-    shown=(FULLSHARD, RAGGED),
-    title="The modes",
-    notes=lambda results: NOTES,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TrainingOptions):
-    """Every mode at both widths."""
-
     what: tuple[str, ...] = option((), choices=tuple(BENCHMARK.by_name))
     only: tuple[str, ...] = option((), choices=BENCHMARK.contestants)
     rounds: int = 5

@@ -34,14 +34,11 @@ STEP = Benchmark(
         *memory_columns("FSDP2", "_to_fsdp2"),
         FINAL_LOSS,
     ),
-    panel=("step time / FSDP2", "time_ratio_to_fsdp2"),
-    shown=(*with_setting((FSDP1, FSDP2)), TWO_KEPT, f"{FULLSHARD}{WITHOUT_OURS}", FULLSHARD),
-    title="A step",
-    notes=lambda results: [
+    notes=(
         *NOTES,
         "`unsharded` exchanges nothing, so each rank trains alone. fullshard keeps the last two units gathered between "
         "forward and backward; *last two units kept by hand*: so does FSDP2, by `reshard_after_forward=False`.",
-    ],
+    ),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import stat
 import struct
@@ -18,11 +17,11 @@ import torch
 
 from bench import resident_memory
 from bench.contestants import BF16, FP32, HSDP, OFFLOAD, Contestant, distribute, prepare, set_allocator
-from bench.memory_limit.ledger import Ledger, range_of, recorded
-from bench.memory_limit.reading import MEASURED
+from bench.ledger import Ledger, range_of, recorded
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.worker import join_group, load_training_code
 
+MEASURED = "measured step"
 SUMMON, SUMMON_WRITEBACK = "summon", "summon_writeback"
 # Offset of tcpi_bytes_acked in struct tcp_info of linux/tcp.h: sent and arrived, retransmissions not counted.
 TCPI_BYTES_ACKED = 120
@@ -46,7 +45,6 @@ class Assignment:
 
     @classmethod
     def of(cls, contestant: Mapping[str, Any], **others: Any) -> Assignment:
-        """Out of JSON."""
         return cls(contestant=Contestant(**contestant), **others)
 
 
@@ -61,45 +59,31 @@ def unsynchronized(model: Any, *, last: bool) -> contextlib.AbstractContextManag
 class Trainer:
     """The model of one rank, its optimizer, and how many steps it has trained."""
 
-    model: Any
-    optimizer: Any
-    step: int
-    _recording: contextlib.ExitStack  # of the ledger, until the warm-up is over
-    _ledger: Ledger
-    _counted: dict[str, int]
-    _sent_before_first_step: int | None
-    _peak_of_summons: int | None
-
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment = assignment
-        self.shape = GPTShape(assignment.width, assignment.blocks, assignment.tokens)
-        self.step, self._peak_of_summons = 0, None
-        self.prepare()
+    def __init__(self, given: Assignment) -> None:
+        self.assignment, self.shape = given, GPTShape(given.width, given.blocks, given.tokens)
+        self.step = 0
+        self._peak_of_summons: int | None = None
+        prepare(given.contestant.system)  # so that its code counts in the baseline
+        join_group(given.rank, given.ranks, given.store)
         load_training_code()
         with recorded():  # whose first use needs memory too
             pass
         self.baseline = resident_memory.now()
         torch.manual_seed(0)
-        self._recording = contextlib.ExitStack()
-        self._ledger = self._recording.enter_context(recorded())
-        self.build()
+        self._recording = contextlib.ExitStack()  # of the ledger, until the warm-up is over
+        self._ledger: Ledger = self._recording.enter_context(recorded())
+        self.model, self.optimizer = self._built()
         resident_memory.forget_freed()
         self._sent_before_first_step = bytes_sent()
 
-    def prepare(self) -> None:
-        """Import what is needed, so that it counts in the baseline, and join the group."""
-        prepare(self.assignment.contestant.system)
-        join_group(self.assignment.rank, self.assignment.ranks, self.assignment.store)
-
-    def build(self) -> None:
-        """Make the sharded model and its optimizer."""
+    def _built(self) -> tuple[Any, torch.optim.Optimizer]:
         contestant, what = self.assignment.contestant, self.assignment.what
         mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
-        cpu, model = torch.device("cpu"), GPT(self.shape)
+        model = GPT(self.shape)
         set_allocator(contestant)
         chosen = {key: getattr(contestant, key) for key in ("prefetch", "keep_last", "quantized", "ahead")}
-        self.model = distribute(contestant.system, model, Block, cpu, mode, **chosen)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
+        model = distribute(contestant.system, model, Block, torch.device("cpu"), mode, **chosen)
+        return model, torch.optim.AdamW(model.parameters(), lr=self.assignment.learning_rate)
 
     def warm_up(self, steps: int) -> dict[str, object]:
         """Train ``steps`` steps with every allocation recorded, of which the last is counted, and then one more.
@@ -124,37 +108,27 @@ class Trainer:
         """Train ``steps`` steps; or train one, whose time does not count, and summon so often."""
         if self.summons:
             _, loss = self.train()
-            return {"seconds": self.summon(steps), "losses": [loss], "used": {}}
-        before = resource.getrusage(resource.RUSAGE_SELF)
+            return {"seconds": self.summon(steps), "losses": [loss]}
         seconds, losses = zip(*(self.train() for _ in range(steps)), strict=True)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        fields = {"faults": "ru_minflt", "user_seconds": "ru_utime", "system_seconds": "ru_stime"}
-        used = {name: (getattr(after, field) - getattr(before, field)) / steps for name, field in fields.items()}
-        return {"seconds": seconds, "losses": losses, "used": used}
+        return {"seconds": seconds, "losses": losses}
 
     def train(self) -> tuple[float, float]:
         """Seconds of one step, and its loss; ``zero_grad`` is part of the timed step, making its data is not."""
-        count = self.assignment.microbatches
+        count, losses = self.assignment.microbatches, []
         batches = [batch_of(self.shape, count * self.step + i, self.assignment.rank) for i in range(count)]
         start = time.perf_counter()
-        losses = self.train_on(batches)
-        seconds = time.perf_counter() - start
-        self.step += 1
-        return seconds, sum(loss.item() for loss in losses)
-
-    def train_on(self, batches: list[Any]) -> list[torch.Tensor]:
-        """One step, which is timed; the losses of its microbatches add up to that of the step."""
-        losses = []
         for index, batch in enumerate(batches):
-            alone = len(batches) == 1
-            with contextlib.nullcontext() if alone else unsynchronized(self.model, last=index == len(batches) - 1):
+            alone = count == 1
+            with contextlib.nullcontext() if alone else unsynchronized(self.model, last=index == count - 1):
                 loss = next_token_loss(self.model, batch)
-                loss = loss if alone else loss / len(batches)
+                loss = loss if alone else loss / count
                 loss.backward()
             losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return losses
+        seconds = time.perf_counter() - start
+        self.step += 1
+        return seconds, sum(loss.item() for loss in losses)
 
     @property
     def summons(self) -> bool:

@@ -8,7 +8,7 @@
 
 Contestants take turns as in ``step``: ratios are paired per round, and a run whose losses disagree reports no times.
 Every contestant is measured by its peer, FSDP1 in the same configuration, and all but those of ``prefetch`` also take
-part with the other's malloc. The page has the latest results of all measurements at a width on this kind of machine.
+part with the other's malloc.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from bench.command_line import option
 from bench.contestants import FSDP1, FSDP1_FLAT, PREFETCHES, WITHOUT_OURS, WRAPPER, WRAPPER_FLAT, with_setting
-from bench.report import column, mebibytes
+from bench.report import column
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions, by_peer
-from bench.training.page import FINAL_LOSS, NOTES, Benchmark, memory_columns
+from bench.training.page import FINAL_LOSS, Benchmark, memory_columns, sent_columns
 from bench.training.trainer import SUMMON, SUMMON_WRITEBACK
 
 STEP, ACCUMULATION, PREFETCH = "step", "accumulation", "prefetch"
@@ -55,22 +55,15 @@ BENCHMARK = Benchmark(
         column("/ FSDP1 in the same configuration", "time_ratio"),
         column("/ FSDP1 with our malloc setting", "time_ratio_with_our_malloc"),
         *memory_columns("FSDP1", ""),
-        mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
-        column("/ FSDP1", "sent_ratio"),
+        *sent_columns("FSDP1", ""),
         FINAL_LOSS,
     ),
-    panel=("flat parameters, time / FSDP1 with our malloc setting", "time_ratio_with_our_malloc"),
-    shown=(WRAPPER_FLAT,),
-    title="The wrapper",
     references=by_peer,
-    notes=lambda results: NOTES,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TrainingOptions):
-    """Everything at both widths."""
-
     what: tuple[str, ...] = option((), choices=tuple(BENCHMARK.by_name))
     only: tuple[str, ...] = option((), choices=BENCHMARK.contestants)
     rounds: int = 7

@@ -14,13 +14,11 @@ from bench.nccl_counts.kernels import Kernels
 from bench.nccl_counts.recorder import LEFT_OUT_BYTES, Recorder, resizes_noted
 from bench.nccl_counts.worker import block_of
 
-CPU = torch.device("cpu")
-
 
 def test_a_known_sequence_is_counted() -> None:
-    """Two copies are two of known bytes, one of them out of a gather; a storage that grows is an allocation."""
-    with counted_ranks(4, CPU) as journal:
-        recorder = Recorder(journal, CPU)
+    """Two copies are two of known bytes, one of them out of an all-gather; a storage that grows is an allocation."""
+    with counted_ranks(4) as journal:
+        recorder = Recorder(journal)
         gathered, shard = torch.ones(4 * 30), torch.ones(30)
         large = torch.zeros(LEFT_OUT_BYTES)
         with recorder, resizes_noted(recorder):
@@ -42,47 +40,29 @@ def test_a_known_sequence_is_counted() -> None:
     assert [each.leaves_gather for each in copies] == [False, True, False]
     assert [each.kernels for each in copies] == [Kernels(1), Kernels(1, 1), Kernels(1)]
     assert [each.name for each in recorder.operations if not each.copies] == ["aten::ones"] * 2 + ["aten::mul_"]
-    assert [each.nbytes for each in recorder.allocations] == [240, 480, 400, 262144]
+    assert recorder.allocations == [("forward", nbytes) for nbytes in (240, 480, 400, 262144)]
 
 
 def test_messages_are_noted_as_they_are_asked_for() -> None:
     """Through the functions of torch.distributed and through the group; one launch per group call."""
-    with counted_ranks(4, CPU) as journal:
-        group, world, own = dist.group.WORLD, torch.ones(8), torch.ones(2)
+    with counted_ranks(4) as journal:
+        group, world, own, cpu = dist.group.WORLD, torch.ones(8), torch.ones(2), torch.device("cpu")
         dist.reduce_scatter_tensor(own, world, op=dist.ReduceOp.AVG)
-        group._start_coalescing(CPU)
+        group._start_coalescing(cpu)
         for async_op in (True, False):
             options = dist.distributed_c10d.AllgatherOptions()
             options.asyncOp = async_op
             group._allgather_base(world, own, options)
-        group._end_coalescing(CPU).wait()
-    found = [(each.kind, each.nbytes, each.asynchronous, each.launch, each.op) for each in journal.collectives]
-    assert found == [
-        (REDUCE_SCATTER, 32, False, 1, "AVG"),
-        (ALL_GATHER, 32, True, 2, ""),
-        (ALL_GATHER, 32, False, 2, ""),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("numels", "launches"),
-    [
-        ([], 0),
-        ([1], 1),
-        ([65536] * 64, 1),
-        ([1] * 65, 2),
-        ([65536 * 320], 1),
-        ([65536 * 320 + 1], 2),
-        ([65536 * 321] * 2, 3),
-    ],
-)
-def test_fused_kernels_take_so_many_tensors_and_chunks(numels: list[int], launches: int) -> None:
-    """64 tensors, 320 chunks of 65536."""
-    assert kernels.fused_launches(numels) == launches
+        group._end_coalescing(cpu).wait()
+    found = [(each.kind, each.nbytes, each.asynchronous, each.launch) for each in journal.collectives]
+    assert found == [(REDUCE_SCATTER, 32, False, 1), (ALL_GATHER, 32, True, 2), (ALL_GATHER, 32, False, 2)]
 
 
 def test_which_copies_are_fused() -> None:
-    """Equal strides on both sides, whatever the dtypes; one kernel of its own per pair else."""
+    """Equal strides on both sides, whatever the dtypes, 64 tensors and 320 chunks of 65536 in one kernel; else one
+    kernel per pair."""
+    sizes = {(): 0, (1,): 1, (65536,) * 64: 1, (1,) * 65: 2, (65536 * 320 + 1,): 2, (65536 * 321,) * 2: 3}
+    assert {numels: kernels.fused_launches(numels) for numels in sizes} == sizes
     dense, rows = torch.empty(8, 6), torch.empty(8, 12)[:, :6]
     assert kernels.of_foreach([dense, dense], [dense.bfloat16(), dense.bfloat16()]) == (1, 0)
     assert kernels.of_foreach([dense, dense], [dense, dense.bfloat16()]) == (2, 0)
@@ -95,10 +75,10 @@ def test_which_copies_are_fused() -> None:
 
 
 def test_a_block_of_both_engines() -> None:
-    """What can be said in advance of one block: bytes, messages and casts."""
+    """What can be said in advance of one block: bytes, messages and casts; two axes have an all-reduce."""
     shape = Configuration(width=512, key_width=128, hidden=1792, ranks=4, shards=4)
-    plain = block_of(UNSHARDED, shape, CPU)
-    rows = {system: rows_of(without_plain(block_of(system, shape, CPU), plain)) for system in (FSDP2, FULLSHARD)}
+    plain = block_of(UNSHARDED, shape)
+    rows = {system: rows_of(without_plain(block_of(system, shape), plain)) for system in (FSDP2, FULLSHARD)}
     theirs, ours = rows[FSDP2], rows[FULLSHARD]
     gathered = 2 * shape.parameters / 1e6
     assert theirs["messages per all-gather"] == theirs["messages per reduce-scatter"] == 1
@@ -114,11 +94,7 @@ def test_a_block_of_both_engines() -> None:
     found = {"a": {FSDP2: {**theirs, "x": 1}, FULLSHARD: {**theirs, "x": 2, "y": 3}}}
     assert worse(found) == {"a": ["x"]}
     assert ours["launches of NCCL, per step"] <= theirs["launches of NCCL, per step"]
-
-
-def test_a_hybrid_block() -> None:
-    """On two axes sums are reduced over replicas as well, by both engines."""
-    shape = Configuration(width=256, key_width=128, hidden=512, ranks=8, shards=4)
+    hybrid = Configuration(width=256, key_width=128, hidden=512, ranks=8, shards=4)
     for system in (FSDP2, FULLSHARD):
-        counts = block_of(system, shape, CPU)
+        counts = block_of(system, hybrid)
         assert rows_of(counts)["messages per all-reduce"] == 1 and counts["communicators"] >= 2

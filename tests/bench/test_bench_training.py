@@ -1,59 +1,33 @@
-"""What is concluded from records of training made by hand, what processes are started with, and small runs."""
+"""What is concluded from records of training, what processes are started with, and small runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import socket
 import sys
-import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from bench.contestants import (
-    CONTESTANTS,
-    GOVERNED_VARIABLES,
-    KEPT_MEBIBYTES,
-    OURS,
-    PREFETCHES,
-    TWO_KEPT,
-    WRAPPING,
-    Contestant,
-    distribute,
-    options_of,
-    process_environment,
-    set_allocator,
-    start_fake_group,
-)
+from bench.contestants import CONTESTANTS, OURS, TWO_KEPT, WRAPPING, Contestant, distribute
 from bench.environment import REPOSITORY
-from bench.models import Block, GPTShape, TinyUnit, batch_of, tiny_units
+from bench.models import GPTShape, TinyUnit, batch_of
 from bench.teams import Launch, ask_alone
-from bench.training import accelerate_step, modes, page_faults, step, trainer, wrapper
-from bench.training.contest import (
-    Record,
-    Settings,
-    TrainingOptions,
-    disagreements,
-)
+from bench.training import modes, step, trainer, wrapper
+from bench.training.contest import Record, Settings, TrainingOptions, disagreements
 from bench.training.page import Benchmark
 from small_runs import run_small
 from torch.distributed.tensor import DTensor
 
+from bench import contestants as who
 from fullshard import allocator
 from fullshard.engine.ownership import nested_units
 
-FLAT = "fullshard-wrapper-flat"
+CPU = torch.device("cpu")
 SMALLEST = "--width 32 --blocks 1 --tokens 16 --rounds 2 --steps-per-round 1 --warmup-steps 1"
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="counts of the Linux kernel")
-
-
-# ------------------------------------------------------------------ what is published
 
 
 def test_losses_that_disagree_are_named_and_the_unsharded_model_may() -> None:
@@ -70,45 +44,35 @@ def test_losses_that_disagree_are_named_and_the_unsharded_model_may() -> None:
 # ------------------------------------------------------------------ who takes part, and how
 
 
-def test_peers_get_every_setting_of_ours() -> None:
-    """Wrappers are compared in the same configuration, and every allocator setting is there for both sides."""
+def test_peers_get_every_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrappers are compared in the same configuration, every allocator setting is there for both sides, and the
+    caller's reach nobody."""
     for contestant in CONTESTANTS.values():
         peer = contestant.peer and CONTESTANTS[contestant.peer]
         assert not peer or peer.prefetch == contestant.prefetch
     for measurement in wrapper.MEASUREMENTS:
-        able = {*measurement.contestants, *measurement.optional}
-        assert able <= set(CONTESTANTS)
-        assert all(CONTESTANTS[name].peer in {None, *able} for name in able)
-    for benchmark in (step.STEP, accelerate_step.BENCHMARK, modes.BENCHMARK, wrapper.BENCHMARK):
+        assert all(CONTESTANTS[name].peer in {None, *measurement.contestants} for name in measurement.contestants)
+    for benchmark in (step.STEP, modes.BENCHMARK, wrapper.BENCHMARK):
         for measurement in benchmark.measurements:
             chosen = measurement.chosen()
             names = {contestant.name for contestant in chosen}
             for system in {contestant.system for contestant in chosen} - {"unsharded", "ddp"}:
-                assert measurement.name == "prefetch" or names > {
-                    system,
-                    f"{system}-malloc" if system in OURS else f"{system}+our-malloc",
-                }
-    for measurement in page_faults.BENCHMARK.measurements:
-        untouched, *others = measurement.chosen()
-        assert untouched.environment == {"FULLSHARD_KEEP_FREED_MEMORY": "0"} and not untouched.kept
-        assert all(other.peer == untouched.name and other.kept for other in others)
-
-
-def test_allocator_settings_of_the_caller_reach_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes are started with the same environment, but for ours without the setting, or in another layout."""
-    for name in GOVERNED_VARIABLES:
+                other = f"{system}-malloc" if system in OURS else f"{system}+our-malloc"
+                assert measurement.name == "prefetch" or names > {system, other}
+    for name in who.GOVERNED_VARIABLES:
         monkeypatch.setenv(name, "1")
-    environments = {name: process_environment(contestant, threads=1) for name, contestant in CONTESTANTS.items()}
+    environments = {name: who.process_environment(contestant, threads=1) for name, contestant in CONTESTANTS.items()}
     common = environments["fsdp2"]
-    assert not set(GOVERNED_VARIABLES) & set(common) and common["OMP_NUM_THREADS"] == "1"
+    assert not set(who.GOVERNED_VARIABLES) & set(common) and common["OMP_NUM_THREADS"] == "1"
     for name, found in environments.items():
         without = name.startswith("fullshard") and name.endswith("-malloc")
         own = {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if without else {}
         assert found == common | own | ({"FULLSHARD_LAYOUT": "ragged"} if "ragged" in name else {}), name
 
 
-def allocator_settings(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:
-    """What ``mallopt`` is told when the contestant's rank shards a model on a group of one."""
+def told_to_malloc(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:
+    """What ``mallopt`` is told when the contestant's rank shards a model on a group of one; then a hash of the flags of
+    its optimizer."""
     told: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda name, value: told.append((name, value)) or 1, malloc_trim=lambda _: 1)
     with (
@@ -119,26 +83,20 @@ def allocator_settings(contestant: Contestant, folder: Path) -> list[tuple[int, 
         worker = {"rank": 0, "ranks": 1, "threads": 1, "store": str(folder / contestant.name)}
         model = {"what": "step", "width": 32, "blocks": 1, "tokens": 16}
         rank = trainer.build(contestant=asdict(contestant), **worker, **model)
-    assert type(rank.optimizer) is torch.optim.AdamW  # by all with the same flags
-    told.append((0, hash(tuple(sorted((k, v) for k, v in rank.optimizer.defaults.items() if k != "lr")))))
+    assert type(rank.optimizer) is torch.optim.AdamW
     torch.distributed.destroy_process_group()
-    return told
+    return [*told, (0, hash(tuple(sorted((k, v) for k, v in rank.optimizer.defaults.items() if k != "lr"))))]
 
 
 def test_peers_get_the_very_setting_of_malloc_that_ours_takes(tmp_path: Path) -> None:
     """And the same flags of the optimizer; peers as they come, and ours without it, change nothing."""
-    found = {
-        name: allocator_settings(CONTESTANTS[name], tmp_path)
-        for name in ("fullshard", "fsdp2+our-malloc", "fsdp1-flat+our-malloc", "fsdp2", "fullshard-malloc")
-    }
-    ours, peer, flat, plain, without = found.values()
+    names = ("fullshard", "fsdp2+our-malloc", "fsdp1-flat+our-malloc", "fsdp2", "fullshard-malloc")
+    ours, peer, flat, plain, without = (told_to_malloc(CONTESTANTS[name], tmp_path) for name in names)
     assert ours == peer == flat and len(ours) == 3 and ours[-1:] == plain == without
-    assert KEPT_MEBIBYTES << 20 == allocator.KEPT_BLOCK_BYTES
-    with (
-        mock.patch.object(allocator, "_glibc", return_value=None),
-        pytest.raises(RuntimeError, match="has to be glibc's"),
-    ):
-        set_allocator(CONTESTANTS["fsdp2+our-malloc"])
+    assert who.KEPT_MEBIBYTES << 20 == allocator.KEPT_BLOCK_BYTES
+    refused = pytest.raises(RuntimeError, match="has to be glibc's")
+    with mock.patch.object(allocator, "_glibc", return_value=None), refused:
+        who.set_allocator(CONTESTANTS["fsdp2+our-malloc"])
 
 
 @pytest.mark.parametrize("system", list(WRAPPING))
@@ -148,30 +106,26 @@ def test_the_wrapper_of_each_system_is_its_own(system: str) -> None:
 
     import fullshard
 
-    start_fake_group(2)
+    who.start_fake_group(2)
     expected = Peer if WRAPPING[system].library.startswith("torch") else fullshard.FullyShardedDataParallel
-    model = distribute(system, tiny_units(3), TinyUnit, torch.device("cpu"))
-    assert sum(isinstance(module, expected) for module in model.modules()) == 4
-    flat = len(list(model.parameters())) == 3  # a flat parameter per unit, not four parameters
-    assert flat is not WRAPPING[system].use_orig_params
-    for name, member in PREFETCHES.items():
-        block = torch.nn.Sequential(Block(64, 1))
-        made: Any = distribute(system, block, Block, torch.device("cpu"), prefetch=name)
-        found = made._options.prefetch if hasattr(made, "_options") else made.backward_prefetch
+    for name, member in who.PREFETCHES.items():
+        units = torch.nn.Sequential(*(TinyUnit() for _ in range(3)))
+        model = distribute(system, units, TinyUnit, CPU, prefetch=name)
+        assert sum(isinstance(module, expected) for module in model.modules()) == 4
+        flat = len(list(model.parameters())) == 3  # a flat parameter per unit, not four parameters
+        assert flat is not WRAPPING[system].use_orig_params
+        found = model._options.prefetch if hasattr(model, "_options") else model.backward_prefetch
         assert (None if found is None else found.name) == member
 
 
 def test_one_peer_keeps_as_many_units_as_ours_keeps_by_itself() -> None:
-    """Of four, the last two stay unsharded after a forward, and the root; the peer as it comes keeps the root alone."""
-    start_fake_group(2)
+    """Of four, the last two stay unsharded after a forward; the peer as it comes keeps the root alone."""
+    who.start_fake_group(2)
     kept = {}
     for name in ("fsdp2", TWO_KEPT, "fullshard"):
         given = CONTESTANTS[name]
-        layers = torch.nn.Sequential(
-            *(torch.nn.Linear(512, 512) for _ in range(4))
-        )  # not so small as to share messages
-        cpu = torch.device("cpu")
-        model: Any = distribute(given.system, layers, torch.nn.Linear, cpu, keep_last=given.keep_last)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))  # too large to share messages
+        distribute(given.system, model, torch.nn.Linear, CPU, keep_last=given.keep_last)
         model(torch.randn(1, 512))
         kept[name] = [not isinstance(next(unit.parameters()), DTensor) for unit in model]
     kept["fullshard"] = [unit.is_kept for unit in nested_units(model)][1:]
@@ -179,49 +133,20 @@ def test_one_peer_keeps_as_many_units_as_ours_keeps_by_itself() -> None:
 
 
 def test_the_policies_of_a_mode_are_the_systems_own() -> None:
-    """The same values for all, of each library's own types."""
+    """The same values for all, of each library's own types; batches are equal for all, and differ by rank and step."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
     expected = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert options_of("fsdp2", "bf16") == {"mp_policy": expected}
-    assert options_of("fsdp2", "offload") == {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    assert options_of("fsdp1", "bf16") == {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
-    assert options_of("fsdp2", "hsdp") == {}
+    assert who.options_of("fsdp2", "bf16") == {"mp_policy": expected}
+    assert who.options_of("fsdp2", "offload") == {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    assert who.options_of("fsdp1", "bf16") == {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
+    assert who.options_of("fsdp2", "hsdp") == {}
     with pytest.raises(ValueError, match="fsdp1 takes no part in mode hsdp"):
-        options_of("fsdp1", "hsdp")
-
-
-def test_batches_are_equal_for_all_contestants_and_differ_by_rank_and_step() -> None:
-    """Targets are the next tokens."""
+        who.options_of("fsdp1", "hsdp")
     shape = GPTShape(width=64, blocks=1, tokens=1024)
     inputs, targets = batch_of(shape, step=3, rank=1)
     assert inputs.shape == targets.shape == (2, 512) and inputs[:, 1:].equal(targets[:, :-1])
-    assert inputs.equal(batch_of(shape, step=3, rank=1)[0])
-    assert not inputs.equal(batch_of(shape, step=3, rank=0)[0])
-    assert not inputs.equal(batch_of(shape, step=4, rank=1)[0])
-
-
-@LINUX
-def test_bytes_sent_counts_what_went_out_and_not_what_came_in() -> None:
-    """Of all connections, as the kernel counts it."""
-
-    def drain(end: socket.socket, count: int) -> None:
-        while count:
-            count -= len(end.recv(count))
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
-    with near, far:
-        before = trainer.bytes_sent()
-        reader = threading.Thread(target=drain, args=(far, 3_000_000))
-        reader.start()
-        near.sendall(bytes(3_000_000))
-        reader.join()
-        after = trainer.bytes_sent()
-    assert before is not None and after is not None
-    # Both ends are ours, and only one of them sent. The last acknowledgement may still be under way.
-    assert 2_000_000 < after - before <= 3_000_000
+    assert not any(inputs.equal(batch_of(shape, *other)[0]) for other in ((3, 0), (4, 1)))
 
 
 # ------------------------------------------------------------------ processes and small runs
@@ -232,13 +157,12 @@ def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("def build(**_): raise ValueError('out of luck\\nindeed')")
     child = f"open(r'{tmp_path / 'child'}', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     (tmp_path / "hangs.py").write_text(f"import subprocess, time\ndef build(**_):\n    {child}\n    time.sleep(600)")
-    paths = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'src'}"}
-    alone = Launch.alone(Contestant("x", "x", paths), "ends")
+    alone = Launch.alone(Contestant("x", "x", {"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'src'}"}), "ends")
     assert ask_alone(alone, 60, "anything") == {"failure": "ValueError: out of luck"}
-    hanging = dataclasses.replace(alone, worker="hangs")
     limit, deadline = 2.0, time.monotonic() + 60
     while not (tmp_path / "child").exists() and time.monotonic() < deadline:
-        assert ask_alone(hanging, limit, "anything") == {"failure": f"no answer within {limit:.0f} s"}
+        outcome = ask_alone(replace(alone, worker="hangs"), limit, "anything")
+        assert outcome == {"failure": f"no answer within {limit:.0f} s"}
         limit *= 2  # on a machine so busy that it did not even start
     process = Path("/proc") / (tmp_path / "child").read_text()
     while process.exists() and "zombie" not in (process / "status").read_text() and time.monotonic() < deadline:
@@ -247,65 +171,44 @@ def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path) -> None:
-    """Contestants of two ranks train the same in turns, in bf16; a page, and a plot beside FSDP2 with our malloc."""
+    """Contestants of two ranks train the same in turns, in bf16; memory and bytes sent are counted, ratios paired."""
     names = ["fsdp2", "fsdp2+our-malloc", "fullshard"]
     chosen = " ".join(f"--only {name}" for name in names)
     page, stored = run_small(tmp_path, "modes", f"{SMALLEST} --microbatches 2 --what bf16 {chosen}")
     assert list(stored["contestants"]) == names
     assert stored["not_run"] == {} and stored["losses_that_disagree"] == {}
-    entry = stored["contestants"]["fullshard"]
+    entry, peer = (stored["contestants"][name] for name in ("fullshard", "fsdp2"))
     parameters = GPTShape(32, 1, 16).parameters
     for rank in entry["memory_by_rank"]:  # before the first step, half of the parameters
         assert 2 * parameters <= rank["counted_resting"] < 2 * parameters + 8192 < rank["counted"]
     assert entry["counted_bytes"] == max(rank["counted"] for rank in entry["memory_by_rank"])
     assert len(entry["losses"]) == 4 and len(entry["seconds"]) == 2 and len(entry["memory_by_rank"]) == 2
-    for measured in stored["contestants"].values():
-        pairs = zip(measured["seconds"], stored["contestants"]["fsdp2"]["seconds"], strict=True)
-        ratios = [mine / theirs for (mine,), (theirs,) in pairs]
-        assert measured["time_ratio_to_fsdp2"]["median"] == pytest.approx(sum(ratios) / 2)
+    ratios = [mine / theirs for (mine,), (theirs,) in zip(entry["seconds"], peer["seconds"], strict=True)]
+    assert entry["time_ratio_to_fsdp2"]["median"] == pytest.approx(sum(ratios) / 2)
     if sys.platform == "linux":
         assert 0 < entry["peak_over_baseline_bytes"] < entry["peak_bytes"]
-        assert 0 < entry["sent_bytes_per_step"] < 2 * stored["contestants"]["fsdp2"]["sent_bytes_per_step"]
+        assert 0 < entry["sent_bytes_per_step"] < 2 * peer["sent_bytes_per_step"]
     assert "| bf16, fullshard |" in page and "<!-- bench:modes:32 -->\nGPT of width 32" in page
-    assert list(tmp_path.glob("modes_32_*.png"))
 
 
 @pytest.mark.parametrize(
     ("benchmark", "what", "names"),
     [
         (step.STEP, "step", ("fsdp1", "ddp", "unsharded")),
-        (wrapper.BENCHMARK, "summon_writeback", ("fsdp1-flat", FLAT)),
+        (wrapper.BENCHMARK, "summon_writeback", ("fsdp1-flat", "fullshard-wrapper-flat")),
         (wrapper.BENCHMARK, "accumulation", ("fsdp1", "fullshard-wrapper")),
-        (page_faults.BENCHMARK, FLAT, ("untouched", "256 MiB")),
     ],
 )
-def test_contestants_train_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Benchmark, what: str, names: tuple[str, ...]
-) -> None:
+def test_contestants_train_alike(tmp_path: Path, benchmark: Benchmark, what: str, names: tuple[str, ...]) -> None:
     """Each in this process, on a group of one rank: the same losses, whatever is measured of them."""
-    kept: list[int] = []
-    monkeypatch.setattr("fullshard.allocator.keep_freed_memory", lambda nbytes: kept.append(nbytes) or True)
-    measurement, options = benchmark.by_name[what], TrainingOptions(blocks=1, tokens=16)
-    given = Settings.of(measurement, 32, options).assignment
-    found = []
+    measurement, found = benchmark.by_name[what], []
+    given = Settings.of(measurement, 32, TrainingOptions(blocks=1, tokens=16)).assignment
     for contestant in measurement.chosen(names):
-        store = str(tmp_path / contestant.name)
-        told = {"rank": 0, "ranks": 1, "threads": 1, "store": store, "contestant": asdict(contestant)}
+        told = {"rank": 0, "ranks": 1, "threads": 1, "store": str(tmp_path / contestant.name)}
         try:
-            rank = trainer.build(**told, **given)
+            rank = trainer.build(contestant=asdict(contestant), **told, **given)
             found.append([*rank.warm_up(1)["losses"], *rank.run(1)["losses"]])
-            assert rank.memory()["resting"] is not None or sys.platform != "linux"
             assert rank.memory()["counted"] > rank.memory()["counted_resting"] >= 4 * GPTShape(32, 1, 16).parameters
         finally:
             torch.distributed.destroy_process_group()
     assert all(losses == pytest.approx(found[0], abs=1e-5) for losses in found) and len(found) == len(names)
-    assert kept == ([256 << 20] if benchmark is page_faults.BENCHMARK else [])
-
-
-def test_accelerate_step(tmp_path: Path) -> None:
-    """Where accelerate is installed."""
-    pytest.importorskip("accelerate")
-    page, stored = run_small(tmp_path, "accelerate_step", f"{SMALLEST} --only fsdp2 --only fullshard")
-    assert list(stored["contestants"]) == ["fsdp2", "fullshard"] and not stored["not_run"]
-    assert stored["contestants"]["fullshard"]["time_ratio_to_fsdp2"]["median"] > 0
-    assert "<!-- bench:accelerate_step:32 -->\nGPT of width 32" in page and "accelerate " in page

@@ -15,9 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.nccl_counts import emulated
-from bench.nccl_counts.group import counted_ranks
-from bench.nccl_counts.recorder import Recorder
 from bench.simulators.spinning import StreamDevice
 from on_device import on_device
 
@@ -97,28 +94,3 @@ def test_gradients_are_those_of_the_plain_model(rank: Rank) -> None:
         model(x).sum().backward()
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad.to_local(), gradient)
-
-
-@on_device(1, fresh=True)
-def test_counts_know_their_streams(rank: Rank) -> None:
-    """A collective and a copy on a side stream are seen there, with its priority; what is asynchronous, too."""
-    if rank.device.type != emulated.NAME:
-        pytest.skip("priorities are noted on the emulated device")
-    dist.destroy_process_group()
-    with counted_ranks(8, rank.device) as journal, emulated.priorities_noted() as priorities:
-        side, recorder = torch.Stream(rank.device, priority=-1), Recorder(journal, rank.device)
-        own, output = torch.ones(4, device=rank.device), torch.ones(32, device=rank.device)
-        with recorder:
-            recorder.phase = "forward"
-            dist.all_reduce(own)
-            current = torch.accelerator.current_stream(rank.device)
-            side.wait_stream(current)
-            with side:
-                output[:4].copy_(own)
-                dist.all_gather_into_tensor(output, own, async_op=True)
-            current.wait_stream(side)
-            recorder.phase = ""
-    found = [(each.kind, each.stream, each.asynchronous) for each in journal.collectives]
-    assert found == [("all-reduce", current.stream_id, False), ("all-gather", side.stream_id, True)]
-    assert [(each.name, each.stream) for each in recorder.operations] == [("aten::copy_", side.stream_id)]
-    assert priorities == {side.stream_id: -1}
