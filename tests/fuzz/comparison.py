@@ -5,8 +5,8 @@ So looking changes nothing, and replicas are compared on each rank that has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -150,17 +150,22 @@ def flat_groups(found: list[Pair]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def differences(found: list[Pair], tolerance: Tolerance) -> Iterator[str]:
-    """What differs between the sharded model and the reference, in words."""
+def differences(found: list[Pair], tolerance: Tolerance, cancellation: Mapping[nn.Parameter, float]) -> Iterator[str]:
+    """What differs between the sharded model and the reference, in words.
+
+    ``cancellation``: By how much errors of gradients may be larger relative to these, see ``Reference``.
+    """
     for pair in found:
         whole = pair.expected.detach()
         yield from difference(f"parameter {pair.fqn}", *pair.values(), tolerance.of_parameters, whole)
         gradient, expected = pair.gradients()
         if (gradient is None) != (expected is None):
-            size = "" if expected is None else f", whose largest element is {_largest(expected):.3g}"
+            size = "" if expected is None else f", whose largest element is {largest(expected):.3g}"
             yield f"gradient of {pair.fqn}: {_brief(gradient)}, expected {_brief(expected)}{size}"
         elif gradient is not None and expected is not None:
-            yield from difference(f"gradient of {pair.fqn}", gradient, expected, tolerance, pair.expected.grad)
+            factor = max(1.0, cancellation.get(pair.expected, 1.0))
+            allowed = replace(tolerance, relative=factor * tolerance.relative)
+            yield from difference(f"gradient of {pair.fqn}", gradient, expected, allowed, pair.expected.grad)
 
 
 def difference(
@@ -185,7 +190,7 @@ def difference(
         return
     actual, expected = actual.double(), expected.double()
     distance = (actual - expected).abs()
-    allowed = tolerance.relative * _largest(expected if whole is None else whole) + tolerance.absolute
+    allowed = tolerance.relative * largest(expected if whole is None else whole) + tolerance.absolute
     if actual.numel() and not bool((distance <= allowed).all()):
         index = int(distance.nan_to_num(nan=torch.inf).argmax())
         yield (
@@ -194,7 +199,8 @@ def difference(
         )
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude of an element; 0 if there is none."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

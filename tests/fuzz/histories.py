@@ -117,7 +117,7 @@ class History:
     def _compare(self, index: int) -> None:
         found, self._found = self._found, []
         list(self.ours.model.parameters())  # as a user who looks: what a failure has left is cleared away
-        found += differences(self.pairs, self.tolerance)
+        found += differences(self.pairs, self.tolerance, self.theirs.cancellation if self.plan.front_end.fp16 else {})
         if not self._may_stay_unsharded:
             found += left_unsharded(self.ours.model)
         count = torch.tensor([float(len(found))])

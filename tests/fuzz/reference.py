@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuzz.comparison import largest
 from fuzz.models import Root
 
 
@@ -39,12 +40,20 @@ class Reference(Side):
     Args:
         model: In the dtypes of the sharded model's shards.
         world_size: Number of ranks whose batches are seen.
+
+    Attributes:
+        cancellation: How much larger than the gradient of a parameter the largest of its addends is. The rounding
+            error of a sum is relative to its addends.
     """
+
+    cancellation: dict[nn.Parameter, float]
+    _largest_addend: dict[nn.Parameter, float]
 
     def __init__(self, model: Root, world_size: int) -> None:
         super().__init__(model)
         self.model: Root = model
         self.world_size = world_size
+        self.cancellation, self._largest_addend = {}, {}
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
         """Of all parameters; there are none afterwards."""
@@ -59,6 +68,7 @@ class Reference(Side):
             if not parameter._post_accumulate_grad_hooks and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_own_gradient)
         totals: list[torch.Tensor | None] = [None] * len(before)
+        addends: list[list[float]] = [[] for _ in before]
         flags = [parameter.requires_grad for parameter in self.model.parameters()]
         results = []
         for rank in range(self.world_size):
@@ -69,9 +79,15 @@ class Reference(Side):
                 total = totals[index]
                 if gradient is not None:
                     totals[index] = gradient if total is None else total + gradient
+                    addends[index].append(largest(gradient))
         for parameter, total, old in zip(self.model.parameters(), totals, before, strict=True):
             mean = None if total is None else total / self.world_size
             parameter.grad = mean if old is None else old if mean is None else old + mean
+        for parameter, new, old in zip(self.model.parameters(), addends, before, strict=True):
+            earlier = 0.0 if old is None else self._largest_addend.get(parameter, largest(old))
+            if new:
+                self._largest_addend[parameter] = max(*new, earlier)
+                self.cancellation[parameter] = max(*new, earlier) / (largest(parameter.grad) or 1.0)
         return results
 
     def fill(self, flat: Sequence[Sequence[nn.Parameter]]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.parameters.sharded import value_of
 from fullshard.ranks.groups import data_parallel_groups
 from fullshard.wrapper.options import API
 
@@ -104,11 +104,12 @@ def sync_states(
 
     Sends those of ``modules`` themselves, except ``ignored`` ones, and ``others``, in the same order on all ranks.
     """
-    found: dict[int, torch.Tensor] = {id(parameter): value_of(parameter) for parameter in others}
+    # Not detached: an expanded tensor gets other memory, which a detached alias would keep for itself.
+    found: dict[int, torch.Tensor] = {id(parameter): _local(parameter) for parameter in others}
     for module in modules:
         for parameter in module._parameters.values():
             if parameter is not None and parameter not in ignored:
-                found[id(parameter)] = value_of(parameter)
+                found[id(parameter)] = _local(parameter)
         for buffer in module._buffers.values():
             if buffer is not None:
                 found[id(buffer)] = buffer
@@ -118,6 +119,11 @@ def sync_states(
         _broadcast(states, group, mesh.device)
 
 
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+@torch.no_grad()
 def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     sent = [state.to(device).resolve_conj().resolve_neg().contiguous() for state in states]
     # As bytes: back ends do not support every dtype, and it needs few messages.
@@ -125,11 +131,10 @@ def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: tor
     if not data:
         return
     dist._broadcast_coalesced(group, data, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
-    with torch.no_grad():
-        for state, received in zip(states, sent, strict=True):
-            if received is state:
-                continue
-            if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
-                state.data = received  # expanded: elements share memory
-            else:
-                state.copy_(received)
+    for state, received in zip(states, sent, strict=True):
+        if received is state:
+            continue
+        if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+            state.data = received.to(state.device)  # expanded: elements share memory
+        else:
+            state.copy_(received)
