@@ -118,7 +118,7 @@ def test_odd_shapes(rank: Rank) -> None:
     plain = Odd()
     for parameter in plain.parameters():  # conjugated and expanded ones are what they show, once they are saved
         parameter.data = parameter.data.resolve_conj().clone()
-    state = save(FSDP(copy.deepcopy(plain), use_orig_params=True), SHARDED)
+    state = save(FSDP(copy.deepcopy(plain), use_orig_params=True), SHARDED, ShardedStateDictConfig(_use_dtensor=True))
     assert_same_dtensors(state, fully_shard(copy.deepcopy(plain), mesh=rank.mesh).state_dict())
     again = FSDP(Odd())
     load(again, state, SHARDED)
