@@ -54,8 +54,7 @@ def test_a_known_sequence_is_counted() -> None:
 
 
 def test_which_copies_are_fused() -> None:
-    """Equal strides on both sides, whatever the dtypes, 64 tensors and 320 chunks of 65536 in one kernel; else one
-    kernel per pair."""
+    """Those of equal strides, whatever the dtypes: 64 tensors, 320 chunks of 65536; else one kernel per pair."""
     sizes = {(): 0, (1,): 1, (65536,) * 64: 1, (1,) * 65: 2, (65536 * 320 + 1,): 2, (65536 * 321,) * 2: 3}
     assert {numels: kernels.fused_launches(numels) for numels in sizes} == sizes
     dense, rows = torch.empty(8, 6), torch.empty(8, 12)[:, :6]

@@ -45,8 +45,7 @@ def test_losses_that_disagree_are_named_and_the_unsharded_model_may() -> None:
 
 
 def test_peers_get_every_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrappers are compared in the same configuration, every allocator setting is there for both sides, and the
-    caller's reach nobody."""
+    """Also that of prefetching and of the allocator; settings of the caller's allocator reach nobody."""
     for contestant in CONTESTANTS.values():
         peer = contestant.peer and CONTESTANTS[contestant.peer]
         assert not peer or peer.prefetch == contestant.prefetch
@@ -70,8 +69,7 @@ def test_peers_get_every_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def told_to_malloc(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:
-    """What ``mallopt`` is told when the contestant's rank shards a model on a group of one; then a hash of the flags of
-    its optimizer."""
+    """What ``mallopt`` is told when the contestant's rank shards a model; then a hash of the flags of its optimizer."""
     told: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda name, value: told.append((name, value)) or 1, malloc_trim=lambda _: 1)
     with (
