@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import claims, figures, report
-from bench.command_line import DOCUMENT
-from bench.command_line import Options as SharedOptions
+from bench.command_line import DOCUMENT, Options
 from bench.environment import REPOSITORY
 from bench.gpu import driver as gpu
 from bench.hosts import driver as hosts
@@ -34,11 +32,6 @@ OF_ALL = {
     (PERFORMANCE, "figures"): figures.table,
     (DOCUMENT, "sources"): figures.sources,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(SharedOptions):
-    """All that are in the folder of results."""
 
 
 def blocks(results: Results) -> Iterator[tuple[Path, str, str]]:

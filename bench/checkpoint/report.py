@@ -14,7 +14,7 @@ from bench.report import column, mebibytes
 from bench.statistics import Spread, paired_ratios
 
 RETURNED, DONE = "returned", "done"
-PICKLE, BROADCAST = f"{FSDP1}+torch.save", f"{FSDP1}+broadcast"
+BROADCAST = f"{FSDP1}+broadcast"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ OPERATIONS = (
     Operation("load_weights", (*OURS, FSDP2), expect=TRAINED, made_by="save_weights"),
     Operation("load", (*OURS, FSDP2), expect=TRAINED, optimizer=True, made_by="save"),
     # Neither side waits for the disk by itself, so this is about the time until the call returns.
-    Operation("export", (*OURS, FSDP1, FSDP2), peers=(FSDP2, FSDP1), others={PICKLE: "export_pickle"}, kept=True),
+    Operation("export", (*OURS, FSDP1, FSDP2), peers=(FSDP2, FSDP1), kept=True),
     Operation(
         "import",
         (*OURS, FSDP1, FSDP2),

@@ -8,7 +8,7 @@ A *method* is a name that :meth:`Keeper.perform` takes. Peers are called through
                           ends with ``set_state_dict``
 ``export``                FSDP1: ``FULL_STATE_DICT`` with ``FullStateDictConfig(rank0_only=True)``; FSDP2:
                           ``get_model_state_dict(full_state_dict=True, cpu_offload=True)``; rank 0 then calls
-                          ``safetensors.torch.save_file``, or ``torch.save`` in ``export_pickle``
+                          ``safetensors.torch.save_file``
 ``import``                FSDP1: every rank maps the whole file, ``load_state_dict`` of the full state dict;
                           FSDP2: rank 0 reads it, ``set_model_state_dict(broadcast_from_rank0=True)``
 ``import_broadcast``      FSDP1 by the same function as FSDP2
@@ -134,11 +134,6 @@ class TorchKeeper(Keeper):
 
     def do_export(self, path: Path) -> None:
         _write_file(self._full_weights(), path)
-
-    def do_export_pickle(self, path: Path) -> None:
-        full = self._full_weights()
-        if dist.get_rank() == 0:
-            torch.save(full, path / "model.pt")
 
     def do_import(self, path: Path) -> None:
         self._import_from_rank_0(path)

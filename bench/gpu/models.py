@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.contestants import FSDP2, FULLSHARD, UNSHARDED, distribute
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
@@ -19,10 +19,6 @@ SHAPES = {
 
 class Trainer:
     """One system's GPT, its optimizer and a batch, on the device."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: tuple[Tensor, Tensor]
 
     def __init__(self, system: str, shape: GPTShape, device: torch.device, dtype: str = "fp32") -> None:
         torch.manual_seed(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 from pictures import style
 from pictures.style import Palette
@@ -72,31 +74,27 @@ def _on(name: str) -> tuple[list[int], list[tuple[str, list[int]]]]:
     return [held[0], held[-1] + 1], groups + launches
 
 
-class _watched:  # noqa: N801, a context manager
-    """Notes the kind and the ranks of each launch of a transport."""
+@contextlib.contextmanager
+def _watched() -> Iterator[list[tuple[str, list[int]]]]:
+    """The kind and the ranks of each launch of a transport, as long as the block lasts."""
+    import torch.distributed as dist
 
-    def __enter__(self) -> list[tuple[str, list[int]]]:
-        import torch.distributed as dist
+    from fullshard.comm import Transport
 
-        from fullshard.comm import Transport
+    found: list[tuple[str, list[int]]] = []
 
-        found: list[tuple[str, list[int]]] = []
-        self._kept = {kind: getattr(Transport, kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
-        for kind, launch in self._kept.items():
+    def noting(kind: str, launch: Any) -> Any:
+        def noted(transport: Any, requests: Any) -> Any:
+            if transport.world_size > 1:
+                found.append((kind, sorted(dist.get_process_group_ranks(transport.group))))
+            return launch(transport, requests)
 
-            def noted(transport: Any, requests: Any, kind: str = kind, launch: Any = launch) -> Any:
-                if transport.world_size > 1:
-                    found.append((kind, sorted(dist.get_process_group_ranks(transport.group))))
-                return launch(transport, requests)
+        return mock.patch.object(Transport, kind, noted)
 
-            setattr(Transport, kind, noted)
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        from fullshard.comm import Transport
-
-        for kind, launch in self._kept.items():
-            setattr(Transport, kind, launch)
+    with contextlib.ExitStack() as stack:
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            stack.enter_context(noting(kind, getattr(Transport, kind)))
+        yield found
 
 
 # ------------------------------------------------------------------ the drawing

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Threads, rounding and process group are those of before, whatever a benchmark has set in this process."""
+    """Threads, rounding and process group are those of before."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

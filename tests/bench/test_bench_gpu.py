@@ -56,21 +56,20 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 def test_hidden_communication() -> None:
     """Messages count as hidden while a kernel of the busiest other stream runs, however the spans lie."""
-
-    def kernel(name: str, stream: int, begin: float, end: float) -> dict[str, Any]:
-        return {"cat": "kernel", "ph": "X", "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
-
     message = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
-    events = [
-        kernel(message, 20, 0, 10),
-        kernel(message, 24, 20, 30),
-        kernel("gemm", 7, 5, 22),
-        kernel("gelu", 7, 21, 24),
-        kernel("copy", 20, 26, 27),  # into a message: neither
-        {"cat": "cpu_op", "ph": "X", "name": "aten::mm", "ts": 0, "dur": 100},
+    kernels = [
+        (message, 20, 0, 10),
+        (message, 24, 20, 30),
+        ("gemm", 7, 5, 22),
+        ("gelu", 7, 21, 24),
+        ("copy", 20, 26, 27),
     ]
+    events: list[dict[str, Any]] = [{"cat": "cpu_op", "ph": "X", "name": "aten::mm", "ts": 0, "dur": 100}]
+    for name, stream, begin, end in kernels:
+        span = {"ts": begin, "dur": end - begin, "args": {"stream": stream}}
+        events.append({"cat": "kernel", "ph": "X", "name": name, **span})
     found = overlap.hidden(events)
     assert found["message_seconds"] == pytest.approx(20e-6)
-    assert found["computation_seconds"] == pytest.approx(19e-6)
+    assert found["computation_seconds"] == pytest.approx(19e-6)  # without the copy into a message
     assert found["hidden_share"] == pytest.approx((5 + 4) / 20)
     assert overlap.hidden([])["hidden_share"] == 0.0

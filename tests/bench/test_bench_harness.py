@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from bench.__main__ import BENCHMARKS, listing, main, sentence_of
 from bench.command_line import RESULTS, SHARED, Options, UsageError, option, parser_of, start
-from bench.environment import REPOSITORY, Environment, current_environment, slug
+from bench.environment import REPOSITORY, Environment
 from bench.everything import APART, STAGES
 from bench.results import common_source, newest, of_one_machine, write_json
 from bench.statistics import Spread, largest_difference, paired_ratios, paired_spread, round_medians, spread
@@ -25,9 +25,6 @@ from bench import claims, everything, figures, redraw, report
 
 A = "a" * 12  # a commit
 PAGE = "# Page\n\n<!-- bench:a -->\nold\n<!-- /bench -->\n\nkept\n\n<!-- bench:b -->\n<!-- /bench -->\n"
-
-
-# ------------------------------------------------------------------ statistics and turns
 
 
 def test_ratios_are_paired_by_round_and_not_taken_of_medians() -> None:
@@ -61,9 +58,6 @@ def test_contestants_take_turns_in_an_order_that_changes() -> None:
     assert list(built) == ["a", "c"] and failures == {"b": "ValueError: not today"}
     found = take_turns({name: lambda name=name: order.append(name) or len(order) for name in built}, rounds=4)
     assert [len(each) for each in found.values()] == [4, 4] and "".join(order) == "accacaac"
-
-
-# ------------------------------------------------------------------ the command line
 
 
 def test_every_benchmark_is_listed_with_one_sentence() -> None:
@@ -128,9 +122,6 @@ def test_everything_of_a_commit_is_measured_once(tmp_path: Path, monkeypatch: py
     assert ran == [each for each in STAGES if "step --width 512" not in each]
 
 
-# ------------------------------------------------------------------ pages
-
-
 def test_replacing_a_block_leaves_the_rest_alone() -> None:
     """Again by the same it stays the same; one that is missing is appended, and one that is not closed refused."""
     assert report.replace_block(PAGE, "a", "new") == PAGE.replace("\nold\n", "\nnew\n")
@@ -138,8 +129,6 @@ def test_replacing_a_block_leaves_the_rest_alone() -> None:
         once = report.replace_block(PAGE, name, "| 1 |\n\\1 \\g<0>\n")
         assert report.replace_block(once, name, "| 1 |\n\\1 \\g<0>\n") == once
         assert once.count(f"<!-- bench:{name} -->") == 1
-    longer = "<!-- bench:ab -->\n<!-- /bench -->\n"
-    assert report.replace_block(longer, "a", "x").startswith(longer.rstrip())
     with pytest.raises(ValueError, match="bench:a"):
         report.replace_block("<!-- bench:a -->\n<!-- bench:b -->\nx\n<!-- /bench -->\n", "a", "new")
 
@@ -153,9 +142,8 @@ def test_results_are_written_as_json_page_and_plot(tmp_path: Path) -> None:
     stored, text = json.loads(path.read_text()), options.document.read_text()
     assert (stored["losses"], stored["pair"]) == ([1.0, None], [None, 2])
     assert "<!-- bench:x -->\n| figures |" in text and f"![A plot](../results/{path.stem}.png)" in text
-    written = path.read_text() + text + path.name
-    assert not any(private in written for private in (socket.gethostname(), str(REPOSITORY), str(tmp_path)))
-    assert current_environment().date.count("-") == 2 and slug("AMD EPYC (TM) 9B14") == "amd-epyc-tm-9b14"
+    private = (socket.gethostname(), str(REPOSITORY), str(tmp_path))
+    assert not any(each in path.read_text() + text + path.name for each in private)
 
 
 def test_tables_have_what_stands_in_the_entries() -> None:
@@ -169,9 +157,6 @@ def test_tables_have_what_stands_in_the_entries() -> None:
         "| b | - | - |",
         "| fsdp2, fullshard's malloc setting | cannot run | - |",
     ]
-
-
-# ------------------------------------------------------------------ stored results, figures and claims
 
 
 def a_result(folder: Path, name: str, benchmark: str, *, commit: str = A, cpu: str = "C", **stored: object) -> None:
@@ -199,33 +184,33 @@ def test_figures_are_of_one_machine_and_losses_stand_like_wins(tmp_path: Path) -
     for cpu, ratio in (("old", 0.5), ("new", 1.25)):
         entry = {"time_ratio_to_fsdp2": Spread(ratio, ratio, ratio).as_json()}
         a_result(tmp_path, "step_512", "step", cpu=cpu, contestants={"fullshard": entry}, **step)
-    a_result(tmp_path, "modes_bf16_512", "modes", cpu="new", commit="b" * 12, contestants={}, **step)
-    a_result(tmp_path, "checkpoint", "checkpoint", cpu="new", commit="b" * 12 + " with changes", contestants={})
-    a_result(tmp_path, "wrap_time", "wrap_time", cpu="new", contestants={})
+    for name, cpu, commit in (
+        ("modes_bf16_512", "new", "b" * 12),
+        ("checkpoint_1024", "new", "b" * 12 + " with changes"),
+        ("wrap_time", "new", A),
+        ("wrap_time", "latest", A),
+        ("step_1024", "latest", A),
+    ):
+        a_result(tmp_path, name, name.partition("_")[0], cpu=cpu, commit=commit, contestants={}, **step)
     a_result(tmp_path, "host_cost", "host_cost", cpu="new", withdrawn="it was wrong")
-    a_result(tmp_path, "wrap_time", "wrap_time", cpu="latest", contestants={})
-    a_result(tmp_path, "step_1024", "step", cpu="latest", contestants={}, **step)
     results = newest(tmp_path)
     assert common_source(results) == (A, "new") and "host_cost" not in results
     assert results["wrap_time"].source.machine == "new" and results["step_1024"].source.machine == "latest"
     assert "step_1024" not in of_one_machine(results), "no sentence has figures of two machines"
     assert "- step, width 512, 2 CPU ranks: 1.25 (1.25 to 1.25) of FSDP2" in figures.shortfalls(results)
-    assert "| FSDP2 | 1.25 (1.25 to 1.25) |  |" in figures.table(results)
-    assert f"| FSDP2 | {figures.UNMEASURED} | at most 0.80 |" in figures.table(results)
-    sources = figures.sources(results)
-    assert "`aaaaaaaaaaaa` |  |" in sources and "`bbbbbbbbbbbb` | of another commit than most tables |" in sources
-    assert "with uncommitted changes; of another commit than most tables" in sources
+    for row in ("| FSDP2 | 1.25 (1.25 to 1.25) |  |", f"| FSDP2 | {figures.UNMEASURED} | at most 0.80 |"):
+        assert row in figures.table(results)
+    odd = "of another commit than most tables"
+    for row in ("`aaaaaaaaaaaa` |  |", f"`bbbbbbbbbbbb` | {odd} |", f"with uncommitted changes; {odd}"):
+        assert row in figures.sources(results)
     assert f"and 1.25 of FSDP2's as it comes; without the setting, {figures.UNMEASURED}" in claims.claims(results)
 
 
 def test_no_figure_flatters_alone() -> None:
     """A claim that has a step's gain has it beside fair peers; targets of steps are about peers with our malloc."""
     (paragraph,) = (each for each in claims.TEXT.splitlines() if "{step_512}" in each)
-    for width in (512, 1024):
-        assert all(f"{{{name}_{width}}}" in paragraph for name in ("fair", "kept", "default", "faster"))
+    names = [f"{{{name}_{width}}}" for name in ("fair", "kept", "default", "faster") for width in (512, 1024)]
+    assert all(name in paragraph for name in names)
     steps = [each for each in figures.FIGURES if ", step, " in each.what or each.what.startswith("step, width")]
     judged = [each for each in steps if each.limit is not None and "counted" not in each.what]
     assert len(judged) == 2 * (2 + 4 + 2) and all(each.peer.endswith(figures.OUR_MALLOC) for each in judged)
-    shown = {each.what for each in figures.FIGURES if each.headline}
-    for one, other in (("fp32", "bf16"), ("on 100 modules", "on 100 modules and the first step")):
-        assert sum(what.endswith(one) for what in shown) == sum(what.endswith(other) for what in shown) == 1

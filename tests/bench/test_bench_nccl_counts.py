@@ -16,7 +16,7 @@ from bench.nccl_counts.worker import block_of
 
 
 def test_a_known_sequence_is_counted() -> None:
-    """Two copies are two of known bytes, one of them out of an all-gather; a storage that grows is an allocation."""
+    """Copies, allocations (a storage that grows is one), and messages: one launch per group call."""
     with counted_ranks(4) as journal:
         recorder = Recorder(journal)
         gathered, shard = torch.ones(4 * 30), torch.ones(30)
@@ -34,6 +34,16 @@ def test_a_known_sequence_is_counted() -> None:
             large.mul_(3)
             recorder.phase = ""
             target.copy_(gathered)
+        group, cpu = dist.group.WORLD, torch.device("cpu")
+        dist.reduce_scatter_tensor(shard, gathered, op=dist.ReduceOp.AVG)
+        group._start_coalescing(cpu)
+        for async_op in (True, False):
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.asyncOp = async_op
+            group._allgather_base(gathered, shard, options)
+        group._end_coalescing(cpu).wait()
+    found = [(each.kind, each.nbytes, each.asynchronous, each.launch) for each in journal.collectives[1:]]
+    assert found == [(REDUCE_SCATTER, 480, False, 2), (ALL_GATHER, 480, True, 3), (ALL_GATHER, 480, False, 3)]
     assert not large.any(), "large copies are counted, not made"
     copies = [each for each in recorder.operations if each.copies]
     assert [(each.read, each.written) for each in copies] == [(480, 240), (240, 120), (262144, 262144)]
@@ -43,24 +53,8 @@ def test_a_known_sequence_is_counted() -> None:
     assert recorder.allocations == [("forward", nbytes) for nbytes in (240, 480, 400, 262144)]
 
 
-def test_messages_are_noted_as_they_are_asked_for() -> None:
-    """Through the functions of torch.distributed and through the group; one launch per group call."""
-    with counted_ranks(4) as journal:
-        group, world, own, cpu = dist.group.WORLD, torch.ones(8), torch.ones(2), torch.device("cpu")
-        dist.reduce_scatter_tensor(own, world, op=dist.ReduceOp.AVG)
-        group._start_coalescing(cpu)
-        for async_op in (True, False):
-            options = dist.distributed_c10d.AllgatherOptions()
-            options.asyncOp = async_op
-            group._allgather_base(world, own, options)
-        group._end_coalescing(cpu).wait()
-    found = [(each.kind, each.nbytes, each.asynchronous, each.launch) for each in journal.collectives]
-    assert found == [(REDUCE_SCATTER, 32, False, 1), (ALL_GATHER, 32, True, 2), (ALL_GATHER, 32, False, 2)]
-
-
 def test_which_copies_are_fused() -> None:
-    """Equal strides on both sides, whatever the dtypes, 64 tensors and 320 chunks of 65536 in one kernel; else one
-    kernel per pair."""
+    """Those of equal strides, whatever the dtypes: 64 tensors, 320 chunks of 65536; else one kernel per pair."""
     sizes = {(): 0, (1,): 1, (65536,) * 64: 1, (1,) * 65: 2, (65536 * 320 + 1,): 2, (65536 * 321,) * 2: 3}
     assert {numels: kernels.fused_launches(numels) for numels in sizes} == sizes
     dense, rows = torch.empty(8, 6), torch.empty(8, 12)[:, :6]
@@ -91,8 +85,7 @@ def test_a_block_of_both_engines() -> None:
         assert row["sent, MB per step"] == pytest.approx(4 * gathered, rel=1e-3)
         assert row["reads of the host, per step"] == 0
     assert theirs["copy-in, MB per all-gather"] == pytest.approx(gathered / 4 * 5, rel=1e-3)
-    found = {"a": {FSDP2: {**theirs, "x": 1}, FULLSHARD: {**theirs, "x": 2, "y": 3}}}
-    assert worse(found) == {"a": ["x"]}
+    assert worse({"a": {FSDP2: {**theirs, "x": 1}, FULLSHARD: {**theirs, "x": 2, "y": 3}}}) == {"a": ["x"]}
     assert ours["launches of NCCL, per step"] <= theirs["launches of NCCL, per step"]
     hybrid = Configuration(width=256, key_width=128, hidden=512, ranks=8, shards=4)
     for system in (FSDP2, FULLSHARD):

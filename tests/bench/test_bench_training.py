@@ -1,4 +1,4 @@
-"""What is concluded from records of training, what processes are started with, and small runs."""
+"""Training, also on hosts: what is concluded from records, what processes are started with, and small runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 from bench.contestants import CONTESTANTS, OURS, TWO_KEPT, WRAPPING, Contestant, distribute
 from bench.environment import REPOSITORY
+from bench.hosts import driver as hosts
+from bench.hosts.network import why_not
 from bench.models import GPTShape, TinyUnit, batch_of
 from bench.teams import Launch, ask_alone
 from bench.training import modes, step, trainer, wrapper
@@ -27,6 +29,7 @@ from fullshard import allocator
 from fullshard.engine.ownership import nested_units
 
 CPU = torch.device("cpu")
+NO_HOSTS = why_not()
 SMALLEST = "--width 32 --blocks 1 --tokens 16 --rounds 2 --steps-per-round 1 --warmup-steps 1"
 
 
@@ -41,12 +44,8 @@ def test_losses_that_disagree_are_named_and_the_unsharded_model_may() -> None:
     assert off(fsdp1=1.0, wrapper=1.0001) == {"wrapper"} and off(fsdp1=nan) == {"fsdp1"} and off() == set()
 
 
-# ------------------------------------------------------------------ who takes part, and how
-
-
 def test_peers_get_every_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrappers are compared in the same configuration, every allocator setting is there for both sides, and the
-    caller's reach nobody."""
+    """Also that of prefetching and of the allocator; settings of the caller's allocator reach nobody."""
     for contestant in CONTESTANTS.values():
         peer = contestant.peer and CONTESTANTS[contestant.peer]
         assert not peer or peer.prefetch == contestant.prefetch
@@ -65,14 +64,12 @@ def test_peers_get_every_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     common = environments["fsdp2"]
     assert not set(who.GOVERNED_VARIABLES) & set(common) and common["OMP_NUM_THREADS"] == "1"
     for name, found in environments.items():
-        without = name.startswith("fullshard") and name.endswith("-malloc")
-        own = {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if without else {}
+        own = {"FULLSHARD_KEEP_FREED_MEMORY": "0"} if name.startswith("fullshard") and name.endswith("-malloc") else {}
         assert found == common | own | ({"FULLSHARD_LAYOUT": "ragged"} if "ragged" in name else {}), name
 
 
 def told_to_malloc(contestant: Contestant, folder: Path) -> list[tuple[int, int]]:
-    """What ``mallopt`` is told when the contestant's rank shards a model on a group of one; then a hash of the flags of
-    its optimizer."""
+    """What ``mallopt`` is told when the contestant's rank shards a model; then a hash of the flags of its optimizer."""
     told: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda name, value: told.append((name, value)) or 1, malloc_trim=lambda _: 1)
     with (
@@ -133,7 +130,7 @@ def test_one_peer_keeps_as_many_units_as_ours_keeps_by_itself() -> None:
 
 
 def test_the_policies_of_a_mode_are_the_systems_own() -> None:
-    """The same values for all, of each library's own types; batches are equal for all, and differ by rank and step."""
+    """The same values for all, of each library's own types; batches differ by rank and step."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
     expected = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,13 +140,9 @@ def test_the_policies_of_a_mode_are_the_systems_own() -> None:
     assert who.options_of("fsdp2", "hsdp") == {}
     with pytest.raises(ValueError, match="fsdp1 takes no part in mode hsdp"):
         who.options_of("fsdp1", "hsdp")
-    shape = GPTShape(width=64, blocks=1, tokens=1024)
-    inputs, targets = batch_of(shape, step=3, rank=1)
-    assert inputs.shape == targets.shape == (2, 512) and inputs[:, 1:].equal(targets[:, :-1])
-    assert not any(inputs.equal(batch_of(shape, *other)[0]) for other in ((3, 0), (4, 1)))
-
-
-# ------------------------------------------------------------------ processes and small runs
+    batches = [batch_of(GPTShape(64, 1, 1024), step, rank) for step, rank in ((3, 1), (3, 0), (4, 1))]
+    assert batches[0][0][:, 1:].equal(batches[0][1][:, :-1]), "targets are the next tokens"
+    assert len({tuple(inputs.flatten().tolist()) for inputs, _ in batches}) == 3
 
 
 def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
@@ -159,15 +152,17 @@ def test_a_process_that_fails_or_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(f"import subprocess, time\ndef build(**_):\n    {child}\n    time.sleep(600)")
     alone = Launch.alone(Contestant("x", "x", {"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'src'}"}), "ends")
     assert ask_alone(alone, 60, "anything") == {"failure": "ValueError: out of luck"}
-    limit, deadline = 2.0, time.monotonic() + 60
+    limit, deadline = 4.0, time.monotonic() + 60
     while not (tmp_path / "child").exists() and time.monotonic() < deadline:
         outcome = ask_alone(replace(alone, worker="hangs"), limit, "anything")
         assert outcome == {"failure": f"no answer within {limit:.0f} s"}
         limit *= 2  # on a machine so busy that it did not even start
     process = Path("/proc") / (tmp_path / "child").read_text()
-    while process.exists() and "zombie" not in (process / "status").read_text() and time.monotonic() < deadline:
+    while (
+        alive := process.exists() and "zombie" not in (process / "status").read_text()
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not process.exists() or "zombie" in (process / "status").read_text()
+    assert not alive
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -182,7 +177,7 @@ def test_modes(tmp_path: Path) -> None:
     for rank in entry["memory_by_rank"]:  # before the first step, half of the parameters
         assert 2 * parameters <= rank["counted_resting"] < 2 * parameters + 8192 < rank["counted"]
     assert entry["counted_bytes"] == max(rank["counted"] for rank in entry["memory_by_rank"])
-    assert len(entry["losses"]) == 4 and len(entry["seconds"]) == 2 and len(entry["memory_by_rank"]) == 2
+    assert len(entry["losses"]) == 4 and len(entry["seconds"]) == 2
     ratios = [mine / theirs for (mine,), (theirs,) in zip(entry["seconds"], peer["seconds"], strict=True)]
     assert entry["time_ratio_to_fsdp2"]["median"] == pytest.approx(sum(ratios) / 2)
     if sys.platform == "linux":
@@ -212,3 +207,29 @@ def test_contestants_train_alike(tmp_path: Path, benchmark: Benchmark, what: str
         finally:
             torch.distributed.destroy_process_group()
     assert all(losses == pytest.approx(found[0], abs=1e-5) for losses in found) and len(found) == len(names)
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
+def test_hosts(tmp_path: Path) -> None:
+    """The benchmark runs, losses agree, and nobody is faster than the lower bound."""
+    options = "--megabits 500 --width 64 --blocks 2 --tokens 64 --rounds 1 --only unsharded --only fullshard"
+    page, result = run_small(tmp_path, "hosts", options, "--only", "fsdp2+our-malloc")
+    assert "500 Mbit/s, fullshard |" in page
+    (cell,) = result["cells"]
+    assert cell["losses_that_disagree"] == {} and cell["not_run"] == {}
+    assert cell["contestants"]["fullshard"]["median_step_seconds"] > 0
+
+
+def test_bounds() -> None:
+    """Half of the parameters, of blocks that are resharded twice, and of the gradients of two hosts."""
+    options, fsdp2 = hosts.Options(), CONTESTANTS["fsdp2"]
+    parameters, block = GPTShape(512, 6, 512).parameters, (12 * 512 + 13) * 512
+    assert hosts.needed_bytes(options, fsdp2) == (2 * parameters + 6 * block) * 2
+    assert hosts.needed_bytes(options, CONTESTANTS["fullshard"]) == (2 * parameters + 4 * block) * 2
+    for gathered_once in (hosts.OWN[hosts.KEPT], CONTESTANTS["ddp"]):
+        assert hosts.needed_bytes(options, gathered_once) == parameters * 4
+    assert hosts.needed_bytes(options, hosts.OWN[hosts.INT8]) == (2 * parameters + 4 * block) * (1 + 4 / 128) / 2
+    assert hosts.needed_bytes(hosts.Options(mode="hsdp"), fsdp2) == parameters * 4
+    assert hosts.needed_bytes(hosts.Options(microbatches=2), fsdp2) == (3 * parameters + 12 * block) * 2
+    assert hosts.bound(options, fsdp2, 500, 1.0) == pytest.approx((2 * parameters + 6 * block) * 2 / 62.5e6)
+    assert hosts.bound(options, fsdp2, 0, 1.0) == 1.0
