@@ -68,27 +68,6 @@ def full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---------------------------------------------------------------- what is where
 
 
-@on_device(1, 2)
-@pytest.mark.parametrize("on_host", [True, False])
-def test_training_from_either_device(rank: Rank, on_host: bool) -> None:
-    """Adam steps on the CPU, from a model on either device, pinned or not, are those of the model on the device."""
-    reference = build(rank.device)
-    model = offloaded(build("cpu" if on_host else rank.device), rank.mesh, pin=on_host)
-    ours, theirs = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (model, reference))
-    for step in range(2):
-        loss = model(batch(step)).square().mean()  # the root moves inputs to the device
-        expected = reference(batch(step, rank.device)).square().mean()
-        assert loss.device == rank.device
-        torch.testing.assert_close(loss, expected, **CLOSE)
-        for one in (loss, expected):
-            one.backward()
-        for parameter, plain in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(parameter.grad, rank.device), plain.grad, **CLOSE)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-
-
 @on_device(2)
 @each_value(policy=[MixedPrecisionPolicy(), BF16_FP32], pin=[True, False])
 def test_shards_gradients_and_states_are_in_host_memory(rank: Rank, policy: MixedPrecisionPolicy, pin: bool) -> None:
