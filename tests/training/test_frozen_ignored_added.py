@@ -15,7 +15,7 @@ from torch.distributed._composable import replicate as composable_ddp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from compare import assert_close, assert_equal
+from compare import assert_equal
 from front_ends import (
     CLOSE,
     COMPOSABLE,
@@ -25,7 +25,6 @@ from front_ends import (
     FrontEnd,
     assert_same_gradients,
     assert_same_values,
-    assert_trains_alike,
     both_backward,
     build,
     each_front_end,
@@ -52,26 +51,6 @@ def layers() -> nn.Sequential:
 
 def layer_loss(step: int) -> Any:
     return square_loss(step, 8, WIDTH)
-
-
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, early=[True, False])
-def test_everything_frozen_first(rank: Rank, early: bool, front_end: FrontEnd) -> None:
-    """While all is frozen inputs get their gradients and nothing is reduced; then it trains like the plain one."""
-    plain = layers()
-    plain.requires_grad_(not early)
-    model, reference = sharded_with_reference(front_end, rank, plain)
-    model.requires_grad_(False)
-    x = batch(0, 9, 8, WIDTH).requires_grad_()
-    with record() as seen:
-        model(x).sum().backward()  # the input's gradient runs through all units
-    expected = torch.autograd.grad(reference(x).sum(), x)[0]
-    assert_close(x.grad, expected, "gradient of the input", rtol=1e-5, atol=1e-6)
-    assert "reduce_scatter" not in {c.kind for c in seen} and all(p.grad is None for p in model.parameters())
-    assert not model(x.detach()).requires_grad
-    for module in (model, reference):
-        module.requires_grad_(True)
-    assert_trains_alike(model, reference, rank, layer_loss)
 
 
 @on_ranks(2)

@@ -73,6 +73,27 @@ def test_hooks_on_sharded_parameters(rank: Rank, front_end: FrontEnd, strategy: 
 
 
 @on_ranks(2)
+@each_front_end
+def test_hooks_on_modules(rank: Rank, front_end: FrontEnd) -> None:
+    """Forward and full backward hooks, on units and on what is inside, see what an unsharded module's see."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack))
+    ours: dict[str, torch.Tensor] = {}
+    theirs: dict[str, torch.Tensor] = {}
+    for module, seen in ((model, ours), (reference, theirs)):
+        for name, inner in enumerate((module.blocks[0], unwrapped(module.blocks[1]).up, module.last)):
+            inner.register_forward_hook(lambda _, args, out, to=seen, name=name: to.update({f"{name} output": out}))
+            inner.register_full_backward_hook(
+                lambda _, into, out, to=seen, name=name: to.update(
+                    {f"{name} input": into[0], f"{name} gradient": out[0]}
+                )
+            )
+        module(batch(rank.rank, 0, 4, 6)).square().mean().backward()
+    assert set(ours) == set(theirs) and len(ours) == 9
+    for name, value in theirs.items():
+        assert_close(ours[name].detach(), value.detach(), name, **CLOSE)
+
+
+@on_ranks(2)
 @each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_optimizer_in_backward(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """Optimizers that step from hooks in backward train as one that steps after it, and keep no gradient."""

@@ -151,33 +151,6 @@ def test_parameters_that_some_ranks_or_none_use(rank: Rank, front_end: FrontEnd)
     assert (after["1.odd.weight"] != before["1.odd.weight"]).all()
 
 
-class Nothing(nn.Module):
-    """Modules without parameters, with empty ones, and with one element, each a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Tanh()
-        self.empty = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 6))})
-        self.one = nn.Linear(1, 1, bias=False)
-        self.body = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.none(self.body(x))
-        x = torch.cat([x, x @ self.empty["empty"].t()], dim=1)
-        return self.one(x.reshape(-1, 1)).view_as(x)
-
-
-@on_ranks(3)
-@each_front_end
-def test_units_of_little_or_nothing(rank: Rank, front_end: FrontEnd) -> None:
-    """Units without parameters, or with fewer elements than ranks, run, train and are saved."""
-    model, reference = sharded_with_reference(front_end, rank, build(Nothing), ["none", "one", "body"])
-    assert list(model.none.parameters()) == []
-    assert_trains_alike(model, reference, rank)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict()) and state["empty.empty"].shape == (0, 6)
-
-
 @on_ranks(2)
 @each_front_end
 def test_models_without_anything_to_shard(rank: Rank, front_end: FrontEnd) -> None:
