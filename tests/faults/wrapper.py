@@ -23,6 +23,13 @@ FAULTS = [
     ),
     Fault(
         "wrapper/initialization.py",
+        "            state.data = received.to(state.device)  # expanded",
+        "            state.detach().data = received.to(state.device)  # expanded",
+        "sync_module_states leaves expanded parameters with the values of each rank.",
+        ("wrapper/test_initial_state.py",),
+    ),
+    Fault(
+        "wrapper/initialization.py",
         "in reversed(data_parallel_groups(mesh))",
         "in data_parallel_groups(mesh)[:1]",
         "Each replica starts from the values of its own first rank.",

@@ -194,7 +194,6 @@ class Various(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.tied, self.odd, self.norm = Net(), Tied(), Odd(), nn.BatchNorm1d(3)
-        self.odd.rows = nn.Parameter(torch.randn(4, 5))
         self.register_buffer("mask", torch.rand(9) > 0.5)
         self.register_buffer("columns", torch.randn(4, 3).t())
         self.register_buffer("conjugated", torch.randn(4, dtype=torch.complex64).conj())
