@@ -87,6 +87,7 @@ def leave_out(rank: Rank, how: str) -> str:
         ("ended", "for ranks 0, 3, which will not come|has ended (without an exception that is known)"),
         ("slow", "all came"),
     ],
+    ids=["elsewhere", "ended", "slow"],
 )
 def test_ranks_that_do_not_come(ranks: RankPool, how: str, says: str) -> None:
     """Ranks that wait get the watchdog's error if the others cannot come; and wait if they can."""

@@ -249,31 +249,27 @@ def test_parameters_without_saved_state(rank: Rank, tmp_path: Path) -> None:
         assert_states_close(found, held_by(reference, plain), exact=True)
 
 
+CONFLICTS: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "steps": (
+        "adam",
+        lambda state: state["step"].add_(2),
+        r"cannot load the optimizer \(nothing was changed\): blocks\.1\.0\.weight and blocks\.1\.0\.bias share a flat "
+        r"parameter, but were saved with different step, 3\.0 and 5\.0; load them .* use_orig_params=True",
+    ),
+    "values": ("custom", lambda state: state.update(count=5), "different count, 3 and 5"),
+    "dtypes": (
+        "custom",
+        lambda state: state["nested"].update(square=state["nested"]["square"].double()),
+        r"nested\.square of blocks\.1\.0\.weight, blocks\.1\.0\.bias.* was saved with different dtypes or nesting",
+    ),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "adam",
-            lambda state: state["step"].add_(2),
-            r"cannot load the optimizer \(nothing was changed\): blocks\.1\.0\.weight and blocks\.1\.0\.bias share a "
-            r"flat parameter, but were saved with different step, 3\.0 and 5\.0; load them .* use_orig_params=True",
-        ),
-        ("custom", lambda state: state.update(count=5), "different count, 3 and 5"),
-        (
-            "custom",
-            lambda state: state["nested"].update(square=state["nested"]["square"].double()),
-            r"nested\.square of blocks\.1\.0\.weight, blocks\.1\.0\.bias.* was saved with different dtypes or nesting",
-        ),
-    ],
-    ids=["steps", "values", "dtypes"],
-)
-def test_flat_parameters_have_one_state(
-    rank: Rank, name: str, change: Callable[[Any], object], message: str, tmp_path: Path
-) -> None:
-    """Parts that were saved with different numbers of steps are an error before anything changes; not with original
-    parameters.
-    """
+@pytest.mark.parametrize("what", CONFLICTS)
+def test_flat_parameters_have_one_state(rank: Rank, what: str, tmp_path: Path) -> None:
+    """Parts that were saved with different steps are an error before anything changes; not for original parameters."""
+    name, change, message = CONFLICTS[what]
     reference, plain = stepped_model(name, mark="all")
     change(plain.state[reference.blocks[1][0].bias])
     save(tmp_path, reference, plain)

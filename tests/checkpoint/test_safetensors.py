@@ -68,6 +68,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     ),
     limit=st.integers(1, 200),
 )
+@hypothesis.settings(max_examples=50)
 def test_planned_files_are_what_the_package_reads(
     tensors: dict[str, tuple[torch.dtype, list[int]]], limit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -188,7 +188,7 @@ def test_steps_that_follow_background_saves_at_once_are_not_in_them(tmp_path: Pa
     model, again = nn.Linear(300, 200), nn.Linear(300, 200)
     optimizer, restored = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, again))
     delays = random.Random(0)
-    for trial in range(40):
+    for trial in range(20):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         if trial % 2 == 0:

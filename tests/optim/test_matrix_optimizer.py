@@ -246,10 +246,10 @@ def test_plans_follow_parameters_and_groups(rank: Rank) -> None:
 @on_ranks(2)
 def test_what_is_no_matrix_is_refused(rank: Rank) -> None:
     """With its name and shape, and what to do; also in a group that is added, and sparse gradients."""
-    wrapped = FSDP(nn.Linear(3, 4), use_orig_params=True)
+    model, wrapped = fully_shard(nn.Sequential(nn.Linear(3, 4))), FSDP(nn.Linear(3, 4), use_orig_params=True)
     complex_matrix = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     given: list[tuple[Any, str]] = [
-        (fully_shard(nn.Sequential(nn.Linear(3, 4))).parameters(), r"0\.bias of shape \(4,\); give it to another"),
+        (model.parameters(), r"0\.bias of shape \(4,\); give it to another"),
         (FSDP(nn.Linear(3, 4)).parameters(), r"FlatParameter of weight, bias.*use_orig_params=True"),
         (wrapped.parameters(), r"bias of shape \(4,\)"),
         (
