@@ -325,13 +325,14 @@ def test_edits_in_place_are_seen(rank: Rank, front_end: FrontEnd, strategy: str,
 
 @on_ranks(2)
 @each_front_end
-def test_frozen_parameters_may_be_edited(rank: Rank, front_end: FrontEnd) -> None:
-    """In place; composed, also those that a forward has kept for backward."""
-    model = front_end.wrap(build(Stack), rank)
-    model.requires_grad_(False)
-    with torch.set_grad_enabled(front_end.composable):
-        model(batch(0, 0, 4, 6))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        assert not model(batch(0, 0, 4, 6)).any()
+def test_zeroed_parameters_compute_zeros(rank: Rank, front_end: FrontEnd) -> None:
+    """Edited in place, trainable or frozen; composed, also after a forward that has kept some for backward."""
+    for trainable in (True, False):
+        model = front_end.wrap(build(Stack), rank)
+        model.requires_grad_(trainable)
+        with torch.set_grad_enabled(front_end.composable):
+            model(batch(0, 0, 4, 6))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            assert not model(batch(0, 0, 4, 6)).any()
