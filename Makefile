@@ -22,6 +22,12 @@ ifeq ($(filter $(CPU),$(CPUS)),)
 $(error CPU=$(CPU): expected one of $(CPUS))
 endif
 
+# `make test QUICK=1`: one test of every promise, listed in a file.
+QUICK ?=
+TESTS := $(if $(QUICK),@tests/promises.txt,--ignore=tests/clients)
+WHOLE := pytest with $(WORKERS) workers, each with ranks of its own, then a part again on the emulated accelerator, ruff and mypy
+ABOUT := $(if $(QUICK),One test of every promise: about two minutes on two cores,The whole suite: $(WHOLE). About ten minutes on two quiet cores; make test QUICK=1: two)
+
 # What runs on the emulated accelerator: all that is general, and of that in every run of the tests what depends on streams,
 # copies to and from host memory, and NCCL's ways. Each line is a file and the tests of it.
 ON_ACCELERATOR := tests/training tests/engine tests/optim tests/wrapper tests/checkpoint
@@ -49,10 +55,10 @@ help:            ## list the targets
 train: $(STAMP)  ## train a small GPT on real text, sharded over local ranks (ARGS="--steps 20" passes options)
 	$(VENV)/bin/fullshard train $(ARGS)
 
-test: $(STAMP)   ## run the whole test suite, then ruff and mypy (QUICK=1: one test of every promise, 90 seconds)
-	@echo "$(if $(CHOSEN),$(CHOSEN),$(WHOLE))"
-	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/clients $(ARGS)
-	$(if $(ARGS),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(SOME_ON_ACCELERATOR))
+test: $(STAMP)   ## run the whole test suite, then ruff and mypy (QUICK=1: one test of every promise)
+	$(if $(ARGS),,@echo "$(ABOUT).")
+	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest $(PARALLEL) $(TESTS) $(ARGS)
+	$(if $(ARGS)$(QUICK),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(SOME_ON_ACCELERATOR))
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
