@@ -747,18 +747,32 @@ def test_optimizers_that_are_not_elementwise_step_dtensors() -> None:
         assert step is not None
 
 
+class Unknown(optim.Optimizer):
+    """Subtracts gradients. No library has it, so whether it is elementwise is not known."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
 @on_ranks(2)
 def test_who_steps_is_local(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known classes with sharded parameters, without a warning; others step DTensors, and so does who is to."""
 
-    class SGDScheduleFree(Signs):
+    class SGDScheduleFree(Unknown):
         """Known by the names of its class and its library."""
 
         def step(self, closure: Any = None) -> Any:
-            return own_step(Signs)(self, closure)
+            return own_step(Unknown)(self, closure)
 
     SGDScheduleFree.__module__ = SGDScheduleFree.step.__module__ = "schedulefree.sgd_schedulefree"
-    expected = {Subclass: True, SGDScheduleFree: True, Signs: False, Changed: False, optim.SGD: True}
+    expected = {Subclass: True, SGDScheduleFree: True, Unknown: False, Changed: False, optim.SGD: True}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind, is_known in expected.items():

@@ -227,11 +227,14 @@ class OptimizerTarget:
 
     @property
     def shared(self) -> dict[str, dict[str, Any]]:
-        """The subset of ``tree["state"]`` that ``conflicts`` compares: mostly nothing, and a few numbers."""
-        asked = {fqn: {path[0] for path in e.copies} for e in self._planned for fqn in e.member.fqns if e.copies}
+        """The subset of ``tree["state"]`` that ``conflicts`` compares: mostly nothing, and a few numbers.
+
+        Other entries are None: they may be the optimizer's own tensors, which a conflict must leave as they are.
+        """
+        asked = {fqn: e.copies for e in self._planned for fqn in e.member.fqns if e.copies}
         return {
-            fqn: {name: value for name, value in self.tree["state"][fqn].items() if name in names}
-            for fqn, names in asked.items()
+            fqn: map_leaves(self.tree["state"][fqn], lambda path, leaf, c=copies: leaf if path in c else None)
+            for fqn, copies in asked.items()
             if fqn in self.tree["state"]
         }
 
