@@ -28,12 +28,12 @@ class Repeats(nn.Linear):
 def test_blocks_that_take_longer_than_they_look_are_run() -> None:
     """They have the classes and the shapes of the others, from which a search would estimate them."""
     with torch.device("meta"):
-        model = nn.Sequential(*(Repeats(256, 256) for _ in range(14)))
-    for block in model[7:]:
+        blocks = nn.Sequential(*(Repeats(256, 256) for _ in range(14)))
+    for block in blocks[7:]:
         block.times = 9
     fixed = {"replicas": 1, "microbatches": 1, "blocks_per_unit": 1, "prefetch_bytes": None}
     fixed |= {"offload_optimizer": False, "reshard_after_forward": None, "mixed_precision": None}
-    batch = torch.empty(4096, 256)
+    model, batch = nn.Sequential(blocks), torch.empty(4096, 256)
     found = fullshard.plan(model, batch, ranks=8, choices=fixed, search=True)
     assert len(found.alternatives) == 2
     for each in found.alternatives:

@@ -15,7 +15,7 @@ FAULTS: list[Fault] = [
         "            self._finalized, self._leaving = hosts, self._finalized\n",
         "            self._finalized = hosts\n",
         "Memory of gradients is used again while they are copied to the CPU.",
-        ("devices/test_device_offload.py", "accelerator/test_steady_step.py"),
+        ("devices/test_device_offload_reuse.py",),
     ),
     Fault(
         "engine/reduction/queue.py",
