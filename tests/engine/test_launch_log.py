@@ -39,6 +39,17 @@ def test_a_launch_that_could_not_be_issued_does_not_count(rank: Rank) -> None:
     assert not differs((log.count, log.digest), rank.group)
 
 
+@on_ranks(1)
+def test_units_of_the_last_forward_are_known(rank: Rank) -> None:
+    """In their order, so that the watchdog can name the module that a rank has left out."""
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*blocks, blocks):
+        fully_shard(module, mesh=rank.mesh)
+    for _ in range(2):
+        blocks(X)
+        assert PROGRESS.order == ["", "0", "1"]
+
+
 @on_ranks(2)
 def test_steps_of_several_optimizers_are_one(rank: Rank) -> None:
     """Ranks that divide parameters among other numbers of optimizers are not out of step."""

@@ -36,7 +36,7 @@ FAULTS: list[Fault] = [
         "                PROGRESS.order.append(unit.name)\n",
         "                pass\n",
         "Ranks that are stuck because one has left out a module are not told which.",
-        ("test_watchdog.py",),
+        ("engine/test_launch_log.py",),
     ),
     Fault(
         "engine/buckets/base.py",
@@ -71,7 +71,7 @@ FAULTS: list[Fault] = [
         "        if self.prefetcher.units():  # in vain",
         "        if False:  # in vain",
         "An optimizer steps offloaded parameters that a prefetch which nothing uses still reads.",
-        ("engine/test_offload.py", "devices/test_device_offload.py", "accelerator/test_seeded_faults.py"),
+        ("devices/test_device_offload_reuse.py",),
     ),
     Fault(
         "composable/state_dicts.py",
