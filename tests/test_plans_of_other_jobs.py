@@ -14,26 +14,26 @@ from fullshard.planning.cluster import PRESETS, Link
 from fullshard.planning.search import SAME
 
 
-class Repeats(nn.Linear):
-    """A layer that runs several times."""
+class Repeats(nn.Module):
+    """A block that runs its layer several times."""
 
-    times = 1
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(256, 256), times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.times):
-            x = super().forward(x)
+            x = self.layer(x)
         return x
 
 
 def test_blocks_that_take_longer_than_they_look_are_run() -> None:
     """They have the classes and the shapes of the others, from which a search would estimate them."""
     with torch.device("meta"):
-        blocks = nn.Sequential(*(Repeats(256, 256) for _ in range(14)))
-    for block in blocks[7:]:
-        block.times = 9
+        model = nn.Sequential(nn.Sequential(*(Repeats(1 if number < 7 else 9) for number in range(14))))
     fixed = {"replicas": 1, "microbatches": 1, "blocks_per_unit": 1, "prefetch_bytes": None}
     fixed |= {"offload_optimizer": False, "reshard_after_forward": None, "mixed_precision": None}
-    model, batch = nn.Sequential(blocks), torch.empty(4096, 256)
+    batch = torch.empty(4096, 256)
     found = fullshard.plan(model, batch, ranks=8, choices=fixed, search=True)
     assert len(found.alternatives) == 2
     for each in found.alternatives:
