@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
 from fullshard.comm import part_of
@@ -37,6 +38,36 @@ def test_a_launch_that_could_not_be_issued_does_not_count(rank: Rank) -> None:
     model(X).sum().backward()
     log = PROGRESS.log_of(rank.group)
     assert not differs((log.count, log.digest), rank.group)
+
+
+class Fails:
+    """A work of a message that was lost."""
+
+    def wait(self) -> None:
+        raise RuntimeError("lost")
+
+
+@on_ranks(2)
+def test_after_an_all_gather_that_fails_modules_hold_their_shards(rank: Rank) -> None:
+    """Also those of a root that would stay unsharded after its forward, whose buffer nothing has filled."""
+    model = fully_shard(nn.Linear(4, 4), mesh=rank.mesh)
+    model(X).sum().backward()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(unit_of(model).mesh.transport, "_all_gather", lambda _: [Fails()])
+        with pytest.raises(RuntimeError, match="lost"):
+            model(X)
+    assert isinstance(model.weight, DTensor) and not unit_of(model).is_unsharded
+
+
+@on_ranks(1)
+def test_units_of_the_last_forward_are_known(rank: Rank) -> None:
+    """In their order, so that the watchdog can name the module that a rank has left out."""
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*blocks, blocks):
+        fully_shard(module, mesh=rank.mesh)
+    for _ in range(2):
+        blocks(X)
+        assert PROGRESS.order == ["", "0", "1"]
 
 
 @on_ranks(2)

@@ -15,14 +15,7 @@ FAULTS: list[Fault] = [
         "            self._finalized, self._leaving = hosts, self._finalized\n",
         "            self._finalized = hosts\n",
         "Memory of gradients is used again while they are copied to the CPU.",
-        ("devices/test_device_offload.py", "accelerator/test_steady_step.py"),
-    ),
-    Fault(
-        "engine/reduction/queue.py",
-        "                if follows or reduction.is_read_by_host:\n",
-        "                if reduction.is_read_by_host:\n",
-        "Gradients of microbatches are added in another order where a rank misses one: bits differ between replicas.",
-        ("accelerator/test_steady_step.py", "devices/test_device_offload.py"),
+        ("devices/test_device_offload_reuse.py",),
     ),
     Fault(
         "engine/runtime.py",
