@@ -43,17 +43,6 @@ def gather(device: torch.device) -> tuple[torch.Tensor, dist.Work]:
 
 
 @on_device(1, fresh=True)
-def test_who_waits_sees_the_message(rank: Rank) -> None:
-    """The stream that waits gets there after the message, with its contents."""
-    with fabric_of_8(rank):
-        output, work = gather(rank.device)
-        work.wait()
-        assert torch.equal(output.view(8, -1), torch.arange(2**15).float().expand(8, -1))
-        torch.accelerator.synchronize()
-        assert work.is_completed()
-
-
-@on_device(1, fresh=True)
 def test_messages_overlap_with_computation_and_follow_one_another(rank: Rank) -> None:
     """Two messages on a link take twice as long as one, computation beside them ends before; the host goes on."""
     if rank.device.type != "cuda":
@@ -76,9 +65,17 @@ def test_messages_overlap_with_computation_and_follow_one_another(rank: Rank) ->
 
 
 @on_device(1, fresh=True)
-def test_gradients_are_those_of_the_plain_model(rank: Rank) -> None:
-    """A step of fully_shard on it, with a communicator for reductions, has the gradients of the plain model."""
+def test_messages_and_gradients_have_their_values(rank: Rank) -> None:
+    """The stream that waits gets there after a message, with its contents; so does a step of ``fully_shard``.
+
+    With a communicator for reductions, its gradients are those of the plain model.
+    """
     with fabric_of_8(rank):
+        output, work = gather(rank.device)
+        work.wait()
+        assert torch.equal(output.view(8, -1), torch.arange(2**15).float().expand(8, -1))
+        torch.accelerator.synchronize()
+        assert work.is_completed()
         mesh = init_device_mesh(rank.device.type, (8,))
         assert isinstance(make_transport(mesh.get_group(), rank.device), NcclTransport)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
