@@ -233,7 +233,7 @@ class OptimizerTarget:
         """
         asked = {fqn: e.copies for e in self._planned for fqn in e.member.fqns if e.copies}
         return {
-            fqn: map_leaves(self.tree["state"][fqn], lambda path, leaf, c=copies: leaf if path in c else None)
+            fqn: map_leaves(self.tree["state"][fqn], lambda path, leaf, c=copies: leaf if path in c else None)  # type: ignore[misc]
             for fqn, copies in asked.items()
             if fqn in self.tree["state"]
         }
