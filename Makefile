@@ -26,7 +26,7 @@ endif
 QUICK ?=
 TESTS := $(if $(QUICK),@tests/promises.txt,--ignore=tests/clients)
 WHOLE := pytest with $(WORKERS) workers, each with ranks of its own, then a part again on the emulated accelerator, ruff and mypy
-ABOUT := $(if $(QUICK),One test of every promise: about two minutes on two cores,The whole suite: $(WHOLE). About ten minutes on two quiet cores; make test QUICK=1: two)
+ABOUT := $(if $(QUICK),One test of every promise: about two minutes on two quiet cores,The whole suite: $(WHOLE). Ten to twenty minutes on two cores; make test QUICK=1: about two)
 
 # What runs on the emulated accelerator: all that is general, and of that in every run of the tests what depends on streams,
 # copies to and from host memory, and NCCL's ways. Each line is a file and the tests of it.
