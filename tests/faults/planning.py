@@ -87,7 +87,7 @@ FAULTS: list[Fault] = [
         "segment[max(place - 1, 0) : place + 2]",
         "segment[place : place + 2]",
         "Freed memory is not joined with what is free before it, and plans reserve more than there will be.",
-        (_PLAN,),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/simulation/streams.py",
