@@ -14,6 +14,8 @@ import fullshard
 from fullshard.planning.caching import CachingAllocator
 from fullshard.planning.cluster import PRESETS, Link
 from fullshard.planning.search import SAME
+from fullshard.planning.simulation.clocks import Passage, SkippingClock
+from fullshard.planning.simulation.streams import SimulatedDevice
 
 
 class Repeats(nn.Module):
@@ -41,6 +43,15 @@ def test_blocks_that_take_longer_than_they_look_are_run() -> None:
     for each in found.alternatives:
         full = fullshard.plan(model, batch, ranks=8, choices=each.choices)
         assert each.seconds == pytest.approx(full.step.seconds, rel=SAME), each.name
+
+
+def test_messages_on_one_link_follow_one_another() -> None:
+    """Also those of several communicators; one on another link does not wait for them."""
+    device = SimulatedDevice(SkippingClock(lambda: 0.0))
+    passages = [Passage(1.0), Passage(1.0), Passage(1.0, link="outer")]
+    for passage in passages:
+        device.transmit(passage, lambda: None)
+    assert device.ends_of([passage.mark for passage in passages]) == [1.0, 2.0, 1.0]
 
 
 def test_freed_neighbors_are_joined_in_any_order() -> None:

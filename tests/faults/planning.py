@@ -94,7 +94,7 @@ FAULTS: list[Fault] = [
         "                free = self._link_free.get(kernel.passage.link, 0.0)\n",
         "                free = 0.0\n",
         "Messages share a link without taking each other's time.",
-        (_PLAN, "devices/test_device_modelled_network.py", "bench/test_bench_modelled_network.py"),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/simulation/group.py",
