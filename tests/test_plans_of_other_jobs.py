@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 import fullshard
+from fullshard.planning.caching import CachingAllocator
 from fullshard.planning.cluster import PRESETS, Link
 from fullshard.planning.search import SAME
+from fullshard.planning.simulation.clocks import Passage, SkippingClock
+from fullshard.planning.simulation.streams import SimulatedDevice
 
 
 class Repeats(nn.Module):
@@ -39,6 +43,26 @@ def test_blocks_that_take_longer_than_they_look_are_run() -> None:
     for each in found.alternatives:
         full = fullshard.plan(model, batch, ranks=8, choices=each.choices)
         assert each.seconds == pytest.approx(full.step.seconds, rel=SAME), each.name
+
+
+def test_messages_on_one_link_follow_one_another() -> None:
+    """Also those of several communicators; one on another link does not wait for them."""
+    device = SimulatedDevice(SkippingClock(lambda: 0.0))
+    passages = [Passage(1.0), Passage(1.0), Passage(1.0, link="outer")]
+    for passage in passages:
+        device.transmit(passage, lambda: None)
+    assert device.ends_of([passage.mark for passage in passages]) == [1.0, 2.0, 1.0]
+
+
+def test_freed_neighbors_are_joined_in_any_order() -> None:
+    """A segment of which all is free serves a request of its size, as torch's caching allocator has it."""
+    for order in itertools.permutations(range(4)):
+        allocator = CachingAllocator()
+        chunks = [allocator.allocate(5 * 2**20) for _ in order]
+        for index in order:
+            allocator.free(chunks[index])
+        allocator.allocate(20 * 2**20)
+        assert allocator.reserved == 20 * 2**20, order
 
 
 def test_what_a_step_leaves_to_others() -> None:

@@ -22,7 +22,7 @@ FAULTS: list[Fault] = [
         "            self.comm_streams.all_gather.synchronize()\n",
         "            pass\n",
         "Offloaded parameters are changed by the optimizer while they are copied to the device.",
-        ("devices/test_device_offload.py",),
+        ("devices/test_device_offload_reuse.py",),
     ),
     Fault(
         "engine/settings.py",

@@ -87,14 +87,14 @@ FAULTS: list[Fault] = [
         "segment[max(place - 1, 0) : place + 2]",
         "segment[place : place + 2]",
         "Freed memory is not joined with what is free before it, and plans reserve more than there will be.",
-        (_PLAN,),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/simulation/streams.py",
         "                free = self._link_free.get(kernel.passage.link, 0.0)\n",
         "                free = 0.0\n",
         "Messages share a link without taking each other's time.",
-        (_PLAN, "devices/test_device_modelled_network.py", "bench/test_bench_modelled_network.py"),
+        (_OTHER_JOBS,),
     ),
     Fault(
         "planning/simulation/group.py",
